@@ -1,0 +1,157 @@
+"""Ranks that run different models or settings learn it, all of them, in the same words."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from zerohvd.agreement import check_agreement
+from zerohvd.errors import DisagreementError
+from zerohvd.layout import ParamSpec, build_layout
+from zerohvd.testing import ThreadWorld
+
+SPECS = [
+    ParamSpec("embed.weight", (10, 4)),
+    ParamSpec("head.weight", (4, 10)),
+    ParamSpec("head.bias", (10,)),
+]
+SETTINGS = {"stage": 2, "grad_clip": 1.0, "reduce_dtype": None}
+
+
+def errors(size, odd_rank, specs=SPECS, settings=SETTINGS, **layout_settings):
+    """What every rank says when `odd_rank` differs from the others."""
+
+    def build(c):
+        odd = c.rank == odd_rank
+        layout = build_layout(specs if odd else SPECS, c.size, **(layout_settings if odd else {}))
+        try:
+            check_agreement(c, layout, settings if odd else SETTINGS, what="the optimizer")
+        except DisagreementError as error:
+            return str(error)
+        return None
+
+    return ThreadWorld(size).run(build)
+
+
+def changed(index, **changes):
+    specs = list(SPECS)
+    specs[index] = dataclasses.replace(specs[index], **changes)
+    return specs
+
+
+ODD_MODELS = {
+    "name": (
+        changed(1, name="top.weight"),
+        "parameter 1",
+        "'head.weight' (4, 10) float32",
+        "'top.weight' (4, 10) float32",
+    ),
+    "shape": (changed(1, shape=(10, 4)), "parameter 'head.weight'", "(4, 10)", "(10, 4)"),
+    "dtype": (changed(2, dtype="float16"), "parameter 'head.bias'", "float32", "float16"),
+    "group": (changed(2, group=1), "parameter 'head.bias'", "(10,) float32", "float32 in group 1"),
+    "order": (SPECS[::-1], "parameter 0", "'embed.weight'", "'head.bias'"),
+    "fewer": (SPECS[:2], "parameter 2", "'head.bias' (10,) float32", "only 2 parameters"),
+    "more": (
+        [*SPECS, ParamSpec("scale", ())],
+        "parameter 3",
+        "only 3 parameters",
+        "'scale' () float32",
+    ),
+    "two": (
+        [changed(0, shape=(1,))[0], changed(1, shape=(1,))[1], SPECS[2]],
+        "parameter 'embed.weight'",
+        "(10, 4)",
+        "(1,)",
+    ),
+}
+
+
+def assert_all_say(messages, where, reference, odd):
+    assert len(set(messages)) == 1, messages
+    message = messages[0]
+    assert message.startswith(f"the optimizer: the ranks disagree, first at {where}: rank 0 has ")
+    at_rank_0, elsewhere = message.split(": rank 0 has ")[1].split(", rank ", 1)
+    assert reference in at_rank_0
+    assert odd in elsewhere
+    return message
+
+
+@pytest.mark.parametrize("size", range(2, 9))
+@pytest.mark.parametrize("case", ODD_MODELS)
+def test_another_model_on_one_rank_is_an_error_on_all_that_names_the_parameter(case, size):
+    specs, where, reference, odd = ODD_MODELS[case]
+    message = assert_all_say(errors(size, size - 1, specs), where, reference, odd)
+    assert f"rank {size - 1} has" in message
+    assert f"ranks that differ from rank 0: [{size - 1}]" in message
+
+
+@pytest.mark.parametrize("case", ODD_MODELS)
+def test_where_rank_0_is_the_odd_one_the_others_are_listed(case):
+    specs, where, as_others_have_it, as_rank_0_has_it = ODD_MODELS[case]
+    messages = errors(4, 0, specs)
+    assert_all_say(messages, where, as_rank_0_has_it, as_others_have_it)
+    assert "ranks that differ from rank 0: [1, 2, 3]" in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "where", "reference", "odd"),
+    [
+        ({**SETTINGS, "stage": 3}, "setting 'stage'", "2", "1 has 3"),
+        ({**SETTINGS, "grad_clip": None}, "setting 'grad_clip'", "1.0", "has null"),
+        ({**SETTINGS, "grad_clip": 1}, "setting 'grad_clip'", "1.0", "has 1 "),
+        (
+            {"stage": 2, "grad_clip": 1.0},
+            "setting 'reduce_dtype'",
+            "null",
+            "has no such setting",
+        ),
+        ({**SETTINGS, "extra": "x"}, "setting 'extra'", "no such setting", 'has "x"'),
+    ],
+    ids=["value", "none", "type", "missing", "extra"],
+)
+def test_other_settings_on_one_rank_are_an_error_on_all_that_names_them(
+    settings, where, reference, odd
+):
+    assert_all_say(errors(3, 1, settings=settings), where, reference, odd)
+
+
+@pytest.mark.parametrize(
+    ("setting", "reference", "odd"),
+    [
+        ({"bucket_bytes": 512}, "8388608", "512"),
+        ({"chunk_bytes": 512}, "8388608", "512"),
+        ({"partition": "parameter"}, '"flat"', '"parameter"'),
+    ],
+)
+def test_another_layout_of_the_same_model_is_noticed_too(setting, reference, odd):
+    where = f"setting 'layout.{next(iter(setting))}'"
+    assert_all_say(errors(2, 1, **setting), where, reference, odd)
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_ranks_that_agree_go_on_after_one_small_exchange(size):
+    def build(c):
+        check_agreement(c, build_layout(SPECS, c.size), SETTINGS)
+        return c.log.totals()
+
+    for totals in ThreadWorld(size).run(build):
+        assert set(totals) == {"allgather"}
+        assert totals["allgather"] == (1, 32 * (size - 1))
+
+
+def test_a_rank_alone_agrees_with_itself():
+    assert errors(1, 0, SPECS[:1]) == [None]
+
+
+def test_settings_may_hold_what_json_cannot_say():
+    def build(c):
+        check_agreement(c, build_layout(SPECS, c.size), {"op": complex(1, 2), "nan": float("nan")})
+
+    assert ThreadWorld(2).run(build) == [None, None]
+
+
+def test_ranks_that_share_nothing_still_get_the_error():
+    specs = [ParamSpec(f"other.{i}", (i,)) for i in range(500)]
+    messages = errors(3, 2, specs, settings={"stage": 0})
+    assert_all_say(messages, "parameter 0", "'embed.weight'", "'other.0'")

@@ -1,0 +1,189 @@
+"""Who may import whom: the core knows no framework, the adapters only their own, none twice."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CORE = ROOT / "zerohvd"
+ADAPTERS = {"torch": ROOT / "torch_adapter", "keras": ROOT / "tf_adapter"}
+FRAMEWORKS = {"torch", "tensorflow", "keras", "horovod"}
+
+# What must not be loaded, or named in an import, on either side.
+FOREIGN = {
+    "torch": ("tensorflow", "keras", "horovod.tensorflow", "horovod.keras", "zerohvd.keras"),
+    "keras": ("torch", "horovod.torch", "zerohvd.torch"),
+}
+
+
+def modules(folder: Path, package: str) -> dict[str, Path]:
+    """Dotted name -> file, of all modules below `folder`; links are not followed."""
+    found = {}
+    for parent, folders, files in os.walk(folder):
+        folders[:] = sorted(f for f in folders if (Path(parent) / f / "__init__.py").exists())
+        folders[:] = [f for f in folders if not (Path(parent) / f).is_symlink()]
+        for file in sorted(files):
+            if file.endswith(".py") and file != "__main__.py":
+                path = Path(parent) / file
+                parts = [package, *path.relative_to(folder).with_suffix("").parts]
+                found[".".join(p for p in parts if p != "__init__")] = path
+    return found
+
+
+CORE_MODULES = modules(CORE, "zerohvd")
+ADAPTER_MODULES = {
+    name: modules(folder, f"zerohvd.{name}") if (folder / "__init__.py").exists() else {}
+    for name, folder in ADAPTERS.items()
+}
+
+
+def imports(path: Path, module: str) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything a file imports, in functions too; of `from a import b`
+    both a and a.b. What only type checkers see does not count."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in running_code(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                yield node.lineno, name.name
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, *filter(None, [base])])
+            yield node.lineno, base
+            for name in node.names:
+                yield node.lineno, f"{base}.{name.name}"
+
+
+def running_code(node: ast.AST) -> Iterator[ast.AST]:
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
+            yield from running_code(child)
+
+
+def within(name: str, packages: tuple[str, ...]) -> bool:
+    return any(name == p or name.startswith(p + ".") for p in packages)
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def loaded_by(names: list[str]) -> set[str]:
+    """What a fresh interpreter has loaded after importing `names`."""
+    code = (
+        "import importlib, json, sys\n"
+        f"for name in {names!r}: importlib.import_module(name)\n"
+        "print(json.dumps(sorted(sys.modules)))"
+    )
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_the_core_loads_no_framework_no_horovod_and_starts_no_mpi():
+    loaded = loaded_by(["zerohvd", *CORE_MODULES])
+    assert set(CORE_MODULES) <= loaded
+    assert {name.partition(".")[0] for name in loaded} & {*FRAMEWORKS, "mpi4py"} == set()
+    assert not {name for name in loaded if within(name, ("zerohvd.torch", "zerohvd.keras"))}
+
+
+def test_no_core_module_names_an_adapter():
+    for module, path in CORE_MODULES.items():
+        for line, name in imports(path, module):
+            assert not within(name, ("zerohvd.torch", "zerohvd.keras")), f"{path}:{line}: {name}"
+
+
+def core_graph() -> dict[str, set[str]]:
+    graph = {}
+    for module, path in CORE_MODULES.items():
+        named = {name for _, name in imports(path, module)} & set(CORE_MODULES)
+        # `from package import submodule` names both; only the submodule is meant.
+        graph[module] = {n for n in named if not any(o.startswith(n + ".") for o in named)}
+        graph[module].discard(module)
+    return graph
+
+
+def test_imports_in_the_core_run_one_way():
+    graph = core_graph()
+    done: set[str] = set()
+    while True:
+        free = {m for m, needs in graph.items() if m not in done and needs <= done}
+        if not free:
+            break
+        done |= free
+    circle = {m: sorted(graph[m] - done) for m in sorted(set(graph) - done)}
+    assert not circle, f"these modules import each other: {circle}"
+
+
+@pytest.mark.parametrize(
+    ("module", "may_import"),
+    [
+        ("zerohvd.config", set()),
+        ("zerohvd.errors", set()),
+        ("zerohvd.numerics", set()),
+        ("zerohvd.commlog", {"zerohvd.config"}),
+        ("zerohvd.layout", {"zerohvd.config"}),
+        ("zerohvd.schedule", {"zerohvd.layout"}),
+        ("zerohvd.relayout", {"zerohvd.layout"}),
+        ("zerohvd.memory", {"zerohvd.config", "zerohvd.layout"}),
+        ("zerohvd.collectives", {"zerohvd.commlog", "zerohvd.errors"}),
+    ],
+)
+def test_the_foundations_stand_on_little(module, may_import):
+    assert core_graph()[module] <= may_import
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_an_adapter_names_only_its_own_framework(adapter):
+    for module, path in ADAPTER_MODULES[adapter].items():
+        for line, name in imports(path, module):
+            assert not within(name, FOREIGN[adapter]), f"{path}:{line}: imports {name}"
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_an_adapter_loads_only_its_own_framework(adapter):
+    if not ADAPTER_MODULES[adapter]:
+        pytest.skip(f"there is no zerohvd.{adapter} yet")
+    # Asked in a process of its own: two frameworks in this one may not get along.
+    horovod = {"torch": "horovod.torch", "keras": "horovod.tensorflow"}[adapter]
+    if python(f"import {horovod}").returncode != 0:
+        pytest.skip(f"{horovod} is not installed")
+    loaded = loaded_by(list(ADAPTER_MODULES[adapter]))
+    assert not {name for name in loaded if within(name, FOREIGN[adapter])}
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_an_adapter_is_never_loaded_a_second_time_under_its_folders_name(adapter):
+    if not ADAPTER_MODULES[adapter]:
+        pytest.skip(f"there is no zerohvd.{adapter} yet")
+    folder = ADAPTERS[adapter].name
+    done = python(f"import {folder}")
+    if done.returncode == 0:
+        done = python(f"import {folder}, zerohvd.{adapter} as z; assert {folder} is z")
+        assert done.returncode == 0, done.stderr
+    else:
+        last = done.stderr.strip().splitlines()[-1]
+        assert last.startswith("ImportError") and f"zerohvd.{adapter}" in last
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_an_adapter_can_be_imported_from_a_checkout(adapter):
+    assert (CORE / adapter).resolve() == ADAPTERS[adapter]

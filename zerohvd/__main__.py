@@ -1,0 +1,8 @@
+"""`python -m zerohvd`: the same as the `zerohvd` command."""
+
+import sys
+
+from zerohvd.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""What was moved: every collective of this rank, counted in bytes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from zerohvd.config import MIB
+
+# Enough for several steps of a large model; the totals never forget, the single records do.
+KEPT_RECORDS = 100_000
+
+
+class Record(NamedTuple):
+    """One collective call on this rank."""
+
+    name: str
+    op: str  # allreduce, allgather, reducescatter, alltoall or broadcast
+    dtype: str
+    elements: int  # of the whole buffer: what is reduced, or what has been gathered
+    nbytes: int  # of the whole buffer
+    moved: int  # bytes this rank has to send by a bandwidth-optimal algorithm
+
+
+class Total(NamedTuple):
+    calls: int
+    bytes: int  # moved
+
+
+class CommunicationReport(Mapping[str, Total]):
+    """Operation -> Total, those that were called, and "total" for all of them together."""
+
+    def __init__(self, totals: Mapping[str, Total]) -> None:
+        calls = sum(t.calls for t in totals.values())
+        moved = sum(t.bytes for t in totals.values())
+        self._totals = {**totals, "total": Total(calls, moved)}
+
+    def __getitem__(self, op: str) -> Total:
+        return self._totals[op]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._totals)
+
+    def __len__(self) -> int:
+        return len(self._totals)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._totals!r})"
+
+    def __str__(self) -> str:
+        rows = [(op, f"{t.calls:,}", f"{t.bytes / MIB:,.2f}") for op, t in self.items()]
+        name, calls, moved = (max(len(row[i]) for row in rows) for i in range(3))
+        return "\n".join(f"{n:<{name}}  {c:>{calls}} calls  {m:>{moved}} MiB" for n, c, m in rows)
+
+
+class CommLog:
+    """The collectives since the last `reset()`, and their totals per operation."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self.reset()
+
+    def reset(self) -> None:
+        self.records: deque[Record] = deque(maxlen=KEPT_RECORDS)
+        self._totals: dict[str, Total] = {}
+
+    def add(
+        self, name: str, op: str, dtype: str, elements: int, nbytes: int, moved: int | None = None
+    ) -> None:
+        """Note one call.
+
+        Args:
+            moved: Where it does not follow from the buffer's size, as in uneven exchanges.
+        """
+        if moved is None:
+            moved = _moved(op, nbytes, self._size)
+        self.records.append(Record(name, op, dtype, elements, nbytes, moved))
+        calls, total = self._totals.get(op, (0, 0))
+        self._totals[op] = Total(calls + 1, total + moved)
+
+    def totals(self) -> dict[str, Total]:
+        return dict(self._totals)
+
+    def report(self) -> CommunicationReport:
+        """The totals as they stand now, to look at or to print."""
+        return CommunicationReport(self._totals)
+
+    @property
+    def moved(self) -> int:
+        """Bytes this rank has sent, by all operations together."""
+        return sum(t.bytes for t in self._totals.values())
+
+
+def _moved(op: str, nbytes: int, size: int) -> int:
+    share = nbytes - nbytes // size  # nbytes * (size - 1) / size, exact for padded buffers
+    if op == "allreduce":
+        return 2 * share
+    if op == "broadcast":
+        return nbytes if size > 1 else 0
+    return share
