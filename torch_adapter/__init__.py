@@ -1,0 +1,45 @@
+"""ZeRO for PyTorch under Horovod.
+
+    import horovod.torch as hvd
+    import zerohvd.torch as zero
+
+    hvd.init()
+    opt = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    opt = zero.DistributedOptimizer(opt, named_parameters=model.named_parameters(), stage=2)
+"""
+
+if __name__ != "zerohvd.torch":
+    raise ImportError(f"import zerohvd.torch, not {__name__}: a second copy would share no state")
+
+from zerohvd.versions import require_torch
+
+require_torch()
+
+from zerohvd.errors import (  # noqa: E402
+    DisagreementError,
+    NonFiniteError,
+    ShardedStateError,
+    ZeroError,
+)
+from zerohvd.torch.compression import Compression  # noqa: E402
+from zerohvd.torch.data import DistributedSampler, even_steps  # noqa: E402
+from zerohvd.torch.optimizer import DistributedOptimizer, ZeroOptimizer  # noqa: E402
+from zerohvd.torch.report import communication_report, memory_report  # noqa: E402
+from zerohvd.torch.weighting import weight  # noqa: E402
+from zerohvd.torch.zeroify import zeroify  # noqa: E402
+
+__all__ = [
+    "Compression",
+    "DisagreementError",
+    "DistributedOptimizer",
+    "DistributedSampler",
+    "NonFiniteError",
+    "ShardedStateError",
+    "ZeroError",
+    "ZeroOptimizer",
+    "communication_report",
+    "even_steps",
+    "memory_report",
+    "weight",
+    "zeroify",
+]

@@ -1,0 +1,95 @@
+"""Data for ranks whose shares are not equal: every sample once, and no rank left waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+
+class DistributedSampler(torch.utils.data.Sampler[int]):
+    """Gives each rank its share of a dataset, every sample exactly once.
+
+    Other than torch's sampler of this name it neither repeats nor drops samples, so shares may
+    differ by one. Use it with `even_steps` and `zero.weight`, and the result is that of one
+    process on all samples.
+
+    Args:
+        dataset: Anything with a length.
+        num_replicas: Number of ranks; Horovod's unless given.
+        rank: This rank; Horovod's unless given.
+        shuffle: Another order in every epoch, the same on all ranks; see `set_epoch`.
+        seed: Of the order; must be the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self.num_replicas = hvd.size() if num_replicas is None else num_replicas
+        self.rank = hvd.rank() if rank is None else rank
+        if not 0 <= self.rank < self.num_replicas:
+            raise ValueError(
+                f"rank must be in [0, num_replicas={self.num_replicas}), got {self.rank}"
+            )
+        self._samples = len(dataset)
+        self._shuffle = shuffle
+        self._seed = seed
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        if self._shuffle:
+            generator = torch.Generator().manual_seed(self._seed + self.epoch)
+            order = torch.randperm(self._samples, generator=generator)
+        else:
+            order = torch.arange(self._samples)
+        return iter(order[self.rank :: self.num_replicas].tolist())
+
+    def __len__(self) -> int:
+        return len(range(self.rank, self._samples, self.num_replicas))
+
+    @property
+    def largest_share(self) -> int:
+        """Samples of the rank that has most."""
+        return -(-self._samples // self.num_replicas)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle differently; call it before each epoch, on all ranks."""
+        self.epoch = epoch
+
+
+def even_steps(loader: torch.utils.data.DataLoader[Any]) -> Iterator[Any]:
+    """The batches of `loader`, then None until every rank has had the same number of steps.
+
+        for batch in zero.even_steps(loader):
+            zero.weight(0 if batch is None else len(batch[0]))
+            if batch is not None:
+                loss_of(batch).backward()
+            opt.step()
+
+    Args:
+        loader: A DataLoader whose sampler is a `zero.DistributedSampler`.
+    """
+    sampler = loader.sampler
+    if not isinstance(sampler, DistributedSampler):
+        raise TypeError(
+            "even_steps needs a DataLoader(..., sampler=zero.DistributedSampler(dataset)); its "
+            f"sampler is a {type(sampler).__name__}"
+        )
+    if loader.batch_size is None:
+        raise ValueError("even_steps needs a DataLoader with a batch_size")
+    share = sampler.largest_share
+    size = loader.batch_size
+    steps = share // size if loader.drop_last else -(-share // size)
+    done = 0
+    for batch in loader:
+        yield batch
+        done += 1
+    for _ in range(done, steps):
+        yield None

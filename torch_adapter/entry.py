@@ -1,0 +1,78 @@
+"""Before ranks work together, they compare what each is about to do."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+
+from zerohvd.errors import DisagreementError
+from zerohvd.torch.collectives import Handle, LocalCollectives, TorchCollectives
+
+STEP, STATE, GROUP = 1, 2, 3
+_DOINGS = {STEP: "backward() or step()", STATE: "state_dict()", GROUP: "add_param_group()"}
+
+
+class Entry:
+    """One small collective, under one name, at the beginning of whatever the ranks do together.
+
+    Ranks that do different things meet in it and find out, instead of waiting for each other in
+    different collectives for ever.
+    """
+
+    def __init__(self, collectives: TorchCollectives | LocalCollectives, name: str) -> None:
+        self._collectives = collectives
+        self._name = name
+        self._open: tuple[torch.Tensor, Handle] | None = None
+
+    def open(
+        self,
+        doing: int,
+        params: Iterable[torch.nn.Parameter],
+        *,
+        weighted: bool = False,
+        passes: int = 1,
+    ) -> None:
+        """Tell the others; does not wait for them."""
+        trainable = "".join("01"[p.requires_grad] for p in params)
+        digest = hashlib.sha256(trainable.encode()).digest()
+        claims = [float(doing), float(int.from_bytes(digest[:6], "big")), float(weighted), passes]
+        # The maximum of a value and of its negative: equal only if all ranks said the same.
+        said = torch.tensor(claims + [-c for c in claims], dtype=torch.float64)
+        self._open = (said, self._collectives.allreduce_start(said, "max", name=self._name))
+
+    def check(self) -> None:
+        """Wait for the others, and raise on all ranks if they differ."""
+        if self._open is None:
+            return
+        (said, handle), self._open = self._open, None
+        handle.wait()
+        highest, lowest = said[:4].tolist(), (-said[4:]).tolist()
+        if highest != lowest:
+            raise DisagreementError(
+                f"rank {self._collectives.rank}: {_difference(lowest, highest)}."
+            )
+
+
+def _difference(lowest: list[float], highest: list[float]) -> str:
+    if highest[0] != lowest[0]:
+        return (
+            f"some ranks called {_DOINGS[int(lowest[0])]} while others called "
+            f"{_DOINGS[int(highest[0])]}. All ranks make these calls together: do not put one "
+            "behind `if hvd.rank() == 0`"
+        )
+    if highest[1] != lowest[1]:
+        return (
+            "not the same parameters require gradients on all ranks. Freeze and unfreeze the "
+            "same parameters everywhere"
+        )
+    if highest[2] != lowest[2]:
+        return (
+            "some ranks gave a weight for this step and others did not. Give one on every rank; "
+            "a rank without a batch gives 0"
+        )
+    return (
+        f"backward_passes_per_step is {lowest[3]:g} on some ranks and {highest[3]:g} on others. "
+        "Set the same number everywhere"
+    )

@@ -1,0 +1,598 @@
+"""The drop-in for hvd.DistributedOptimizer: stages 0, 1 and 2."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from zerohvd.config import ZeroConfig
+from zerohvd.errors import NonFiniteError, ShardedStateError
+from zerohvd.numerics import check_norm_type, clip_factor, divide_factors, finish_norm
+from zerohvd.torch import state, weighting
+from zerohvd.torch.collectives import LocalCollectives, TorchCollectives, join
+from zerohvd.torch.compression import Compression, wire_dtype
+from zerohvd.torch.entry import GROUP, STATE, STEP, Entry
+from zerohvd.torch.hooks import GradHooks
+from zerohvd.torch.naming import bucket_groups, groups_bucket_bytes, name_parameters
+from zerohvd.torch.partition import choose_partition
+from zerohvd.torch.rounds import Rounds
+from zerohvd.torch.sharding import NamedParam, ShardedParams
+
+# Several optimizers in one script need names of their own for their collectives. They are made in
+# the same order on every rank, as all ranks run the same script.
+_instances = itertools.count()
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """A torch optimizer whose state, and from stage 2 on gradients, are sharded over the ranks.
+
+    Made by `DistributedOptimizer`. `param_groups` and `state` are those of the inner optimizer,
+    which updates only this rank's pieces of the parameters; learning rates and other options may
+    be changed there as usual. The model keeps its full parameters.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        named: Sequence[NamedParam],
+        collectives: TorchCollectives | LocalCollectives,
+        config: ZeroConfig,
+        *,
+        wire: torch.dtype | None,
+        average: bool,
+        predivide: float,
+        passes: int,
+    ) -> None:
+        self.inner = inner
+        self.config = config
+        self.collectives = collectives
+        self._prefix = f"zero{next(_instances)}"
+        self._wire = wire
+        self._factors = divide_factors(average, collectives.size, predivide)
+        self._average = average
+        self._rounds = Rounds(sharded=config.stage >= 2, passes=passes)
+        self._entry = Entry(collectives, f"{self._prefix}/agree")
+        self._sections: list[ShardedParams] = []
+        self._hooks: list[GradHooks] = []
+        self._groups_of: list[list[torch.nn.Parameter]] = [
+            list(g["params"]) for g in inner.param_groups
+        ]
+        self._names = {n.param: n for n in named}
+        self._accumulate_only = False
+        self._skip_synchronize = False
+        super().__init__([{"params": []}], dict(inner.defaults))
+        self._sentinel = torch.nn.Parameter(torch.zeros(1))
+        self._shard_initially(named)
+        self._begin_step()
+        self._log_is_stale = False
+
+    # -- being a torch optimizer -------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The inner optimizer's groups: its options, and this rank's pieces as params.
+
+        GradScaler looks here for gradients, so they are reduced for it. Only for it: others read
+        options here, maybe on one rank only, and must not start a collective by that.
+        """
+        if _called_by_grad_scaler():
+            self.synchronize()
+            self._spread_overflow()
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        if value:  # torch's own constructor assigns an empty list
+            raise AttributeError("param_groups cannot be replaced; use add_param_group()")
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The inner optimizer's state of this rank's pieces."""
+        return self.inner.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if value:
+            raise AttributeError("state cannot be replaced; use load_state_dict()")
+
+    def __repr__(self) -> str:
+        c = self.config
+        return (
+            f"ZeroOptimizer(stage={c.stage}, size={self.collectives.size}, "
+            f"partition={c.partition!r}, inner={self.inner!r})"
+        )
+
+    def __getstate__(self) -> Any:
+        raise ShardedStateError(
+            "a sharded optimizer cannot be pickled or copied: it holds only this rank's part of "
+            "the state. Call opt.state_dict() on every rank, and save what it returns."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__getstate__()
+
+    # -- building ----------------------------------------------------------------------------
+
+    def _shard_initially(self, named: Sequence[NamedParam]) -> None:
+        trainable = [n for n in named if n.param.requires_grad]
+        full = state.detach_state(self.inner)
+        for group in self.inner.param_groups:
+            group["params"] = []
+        if trainable:
+            self._add_section(trainable)
+        for param, values in full.items():
+            state.shard_into(self.inner, self._pieces_of(param), values, param)
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            **self.config.as_dict(),
+            "optimizer": type(self.inner).__name__,
+            "compression": str(self._wire),
+            "average": self._average,
+            "gradient_predivide_factor": self._factors.before,
+            "backward_passes_per_step": self._rounds.passes,
+        }
+
+    def _add_section(self, named: Sequence[NamedParam]) -> ShardedParams:
+        """Shard more parameters. They must already be in `_groups_of`."""
+        section = ShardedParams(
+            named,
+            self.collectives,
+            self.config,
+            prefix=f"{self._prefix}/s{len(self._sections)}",
+            wire=self._wire,
+            factors=self._factors,
+            settings=self._settings(),
+        )
+        number = self._rounds.add(section)
+        self._sections.append(section)
+        group_of = {p: g for g, params in enumerate(self._groups_of) for p in params}
+        for owned in section.owned:
+            group = group_of[section.params[owned.piece.param]]
+            self.inner.param_groups[group]["params"].append(owned.tensor)
+        self._hooks.append(GradHooks(section.params, lambda i: self._arrived(number, i)))
+        self._ensure_a_piece()
+        return section
+
+    def _ensure_a_piece(self) -> None:
+        """GradScaler refuses an optimizer without any gradient, which a rank that owns nothing
+        would be; such a rank shows one element that never changes."""
+        params = self.inner.param_groups[0]["params"]
+        owns = any(s.owned for s in self._sections)
+        if not owns and not params:
+            params.append(self._sentinel)
+        elif owns and any(p is self._sentinel for p in params):
+            params[:] = [p for p in params if p is not self._sentinel]
+
+    def _pieces_of(self, param: torch.nn.Parameter) -> list[state.PieceState]:
+        found = []
+        for section in self._sections:
+            for owned in section.owned:
+                if section.params[owned.piece.param] is param:
+                    found.append(state.PieceState(owned.piece.param_span, owned.tensor))
+        return found
+
+    def _params(self) -> Iterator[torch.nn.Parameter]:
+        return itertools.chain.from_iterable(self._groups_of)
+
+    # -- gradients on their way ----------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        self._entered = False  # the other ranks have been told that a step is under way
+        self._synchronized = False
+        self._weight: float | None = None
+        self._overflow = False  # agreed by all ranks, once GradScaler has asked
+        self._overflow_spread = False
+
+    def _enter_step(self) -> None:
+        if self._entered:
+            return
+        self._entered = True
+        if self._log_is_stale:
+            self.collectives.log.reset()
+            self._log_is_stale = False
+        self._weight = weighting.announced()
+        if self._weight is not None:
+            if not self._average:
+                raise ValueError("a weight needs op=hvd.Average: a sum does not weigh ranks")
+            self._rounds.weight = self._weight
+        self._entry.open(
+            STEP, self._params(), weighted=self._weight is not None, passes=self._rounds.passes
+        )
+
+    def _arrived(self, section: int, index: int) -> None:
+        """A gradient has been accumulated by a backward pass."""
+        if self._accumulate_only:
+            return
+        if self._synchronized and self._overflow:
+            self._end_step()  # GradScaler has skipped the step, on all ranks
+        if self._synchronized:
+            self._rounds.refuse(section, index)
+        self._enter_step()
+        self._rounds.arrived(section, index)
+
+    # -- what a script calls -------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Wait until this rank's pieces hold the reduced gradients; all ranks must come here.
+
+        `step()` does it by itself. Call it to look at or change gradients before, which are the
+        `.grad` of `opt.param_groups[i]["params"]`: this rank's share.
+        """
+        if self._synchronized:
+            return
+        self._adopt_unfrozen()
+        self._enter_step()
+        self._rounds.finish()
+        self._entry.check()
+        self._divide_by_weights()
+        for section in self._sections:
+            section.set_piece_grads()
+        self._sentinel.grad = torch.zeros(1)
+        self._synchronized = True
+
+    def _divide_by_weights(self) -> None:
+        if self._weight is None:
+            return
+        mine = torch.tensor([self._weight], dtype=torch.float64)
+        self.collectives.allreduce_start(mine, name=f"{self._prefix}/weights").wait()
+        total = mine.item()
+        if total == 0.0:
+            raise ValueError("every rank gave weight 0: there is no sample to learn from")
+        # The reducer has divided by the number of ranks already.
+        scale = self.collectives.size / total
+        for section in self._sections:
+            for shard in section.reducer.shards:
+                if shard is not None:
+                    shard.mul_(scale)
+
+    def _spread_overflow(self) -> None:
+        """Let every rank see a gradient that is not finite, wherever its piece lies.
+
+        GradScaler looks at this rank's gradients alone, then decides whether to step and how to
+        change the scale. Ranks that saw different things would part for ever; so a rank that
+        has none gets one.
+        """
+        if self._overflow_spread:
+            return
+        self._overflow_spread = True
+        grads = [g for _, g in self._piece_grads()]
+        finite = all(bool(torch.isfinite(g.sum()) or torch.isfinite(g).all()) for g in grads)
+        flag = torch.tensor([0.0 if finite else 1.0])
+        self.collectives.allreduce_start(flag, "max", name=f"{self._prefix}/overflow").wait()
+        self._overflow = bool(flag.item())
+        if self._overflow and finite:
+            for grad in [*grads, self._sentinel.grad]:
+                assert grad is not None
+                grad.view(-1)[:1] = math.inf
+
+    def _piece_grads(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        for section in self._sections:
+            for owned in section.owned:
+                if owned.tensor.grad is not None:
+                    yield owned.tensor, owned.tensor.grad
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """`step()` inside does not synchronize: gradients are as `synchronize()` left them."""
+        self._skip_synchronize = True
+        try:
+            yield
+        finally:
+            self._skip_synchronize = False
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only add to the model's full gradients; nothing is moved."""
+        before, self._accumulate_only = self._accumulate_only, True
+        try:
+            yield
+        finally:
+            self._accumulate_only = before
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Expect this many backward passes before each `step()`, from the next step on."""
+        if self._entered and not self._synchronized:
+            raise RuntimeError(
+                "set_backward_passes_per_step() was called between backward() and step(); "
+                "call it after step()"
+            )
+        self._rounds.passes = check_passes(passes)
+
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Any] | None = None, *, weight: float | None = None
+    ) -> Any:
+        """Reduce what is left to reduce, update this rank's shard, and share the new parameters.
+
+        Args:
+            closure: Computes the loss and its gradients; called once, before anything else.
+            weight: How much this rank's gradients count. They must not have left yet: say
+                `zero.weight(n)` before the backward pass, or run it under `no_sync()`.
+
+        Returns:
+            What `closure` returned.
+        """
+        loss = None
+        if weight is not None:
+            self._announce(weight)
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._skip_synchronize and not self._synchronized:
+            raise RuntimeError(
+                "step() was called under skip_synchronize() without synchronize() before it"
+            )
+        self._check_sections()
+        self.synchronize()
+        if self.config.grad_clip is not None:
+            self.clip_grad_norm_(self.config.grad_clip)
+        self._update()
+        self._gather()
+        self._end_step()
+        return loss
+
+    def _announce(self, weight: float) -> None:
+        value = weighting.check_weight(weight)
+        if self._entered and self._weight != value:
+            raise ValueError(
+                f"step(weight={weight!r}) came after gradients had left without it. Say "
+                "zero.weight(n) before the backward pass, or run the backward pass under "
+                "`with opt.no_sync():`"
+            )
+        weighting.weight(value)
+
+    def _check_sections(self) -> None:
+        for section in self._sections:
+            section.check_in_place()
+
+    def _update(self) -> None:
+        self._sentinel.grad = None
+        for section in self._sections:
+            section.refresh_masters()
+        self.inner.step()
+
+    def _gather(self) -> None:
+        under_way = [h for section in self._sections for h in section.gather_start()]
+        for _, handle in under_way:
+            handle.wait()
+
+    def _end_step(self) -> None:
+        for piece, _ in self._piece_grads():
+            piece.grad = None
+        self._rounds.end_step()
+        self._begin_step()
+        self._log_is_stale = True
+        weighting.clear()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the model's gradients, and drop those that have been reduced but not applied."""
+        if self._entered and not self._synchronized:
+            raise RuntimeError(
+                "zero_grad() was called between backward() and step() or synchronize(), while "
+                "gradients were on their way. Call it before backward() or after step()."
+            )
+        if self._synchronized:
+            self._end_step()
+        for param in self._params():
+            if param.grad is None:
+                continue
+            if set_to_none:
+                param.grad = None
+            else:
+                param.grad.detach_().zero_()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale the reduced gradients so that their global norm is at most `max_norm`.
+
+        Use it in place of `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`, which would
+        see only local gradients, or none. All ranks must call it.
+
+        Returns:
+            The norm of all gradients together, before clipping; the same on every rank.
+        """
+        p = check_norm_type(norm_type)
+        self.synchronize()
+        norm = self._global_norm(p)
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise NonFiniteError(
+                f"the {p:g}-norm of the gradients is {norm}, so they cannot be clipped"
+            )
+        factor = clip_factor(norm, float(max_norm))
+        if factor < 1.0:
+            for _, grad in self._piece_grads():
+                grad.mul_(factor)
+        return torch.tensor(norm)
+
+    def _global_norm(self, p: float) -> float:
+        grads = [g for _, g in self._piece_grads()]
+        norms = [torch.linalg.vector_norm(g, p, dtype=_at_least_float32(g)) for g in grads]
+        values = [n.item() for n in norms]
+        if math.isinf(p):
+            local, op = max(values, default=0.0), "max"
+        else:
+            local, op = math.fsum(v**p for v in values), "sum"
+        total = torch.tensor([local], dtype=torch.float64)
+        if self.config.stage > 0:  # at stage 0 every rank holds every gradient
+            self.collectives.allreduce_start(total, op, name=f"{self._prefix}/norm").wait()
+        return finish_norm(total.item(), p)
+
+    # -- more parameters -------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, on all ranks; `param_group` as for any torch optimizer.
+
+        Their names are those of `param_names` in the group if given.
+        """
+        if not self.__dict__.get("_sections") and "_log_is_stale" not in self.__dict__:
+            return  # torch's own constructor
+        if self._entered:
+            raise RuntimeError("add_param_group() was called between backward() and step()")
+        group = dict(param_group)
+        params = group["params"]
+        params = [params] if isinstance(params, torch.Tensor) else list(params)
+        number = len(self._groups_of)
+        names = group.pop("param_names", None)
+        named = name_parameters(
+            [params] if names is None else [list(zip(names, params, strict=True))],
+            None,
+            first_group=number,
+        )
+        known = set(self._params())
+        for n in named:
+            if n.param in known:
+                raise ValueError(f"parameter {n.name!r} is in a parameter group already")
+        self._entry.open(GROUP, self._params())
+        self._entry.check()
+        self.inner.add_param_group({**group, "params": []})
+        self._groups_of.append(params)
+        self._names.update((n.param, n) for n in named)
+        trainable = [n for n in named if n.param.requires_grad]
+        if trainable:
+            self._add_section(trainable)
+
+    def _adopt_unfrozen(self) -> None:
+        """Shard parameters that were frozen when the optimizer was made and no longer are."""
+        sharded = {p for section in self._sections for p in section.params}
+        new = [p for p in self._params() if p.requires_grad and p not in sharded]
+        if not new:
+            return
+        # All ranks have to come here: compare before the collectives of the new layout.
+        self._enter_step()
+        self._entry.check()
+        self._entered = False
+        self._add_section([self._names[p] for p in new])
+        self._enter_step()
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def state_dict(self, *, to: int | None = None) -> dict[str, Any]:  # type: ignore[override]
+        """The state of the plain optimizer, whole, on the CPU; all ranks must call it.
+
+        Args:
+            to: Collect it on this rank only; the others get empty states. None: on every rank.
+        """
+        state.refuse_horovod_callers("state_dict")
+        self._entry.check()  # of a step under way
+        self._entry.open(STATE, self._params())
+        self._entry.check()
+        return state.consolidate(self, to)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the state of the plain optimizer, or of a sharded one of any size.
+
+        Every rank passes the whole state and keeps its own part; nothing is communicated.
+        """
+        state.refuse_horovod_callers("load_state_dict")
+        state.load(self, state_dict)
+
+
+def _called_by_grad_scaler() -> bool:
+    name = sys._getframe(2).f_globals.get("__name__", "")
+    return name.startswith("torch.") and name.endswith("grad_scaler")
+
+
+def _at_least_float32(grad: torch.Tensor) -> torch.dtype:
+    return torch.float64 if grad.dtype == torch.float64 else torch.float32
+
+
+def check_passes(passes: int) -> int:
+    if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
+        raise ValueError(
+            f"backward_passes_per_step must be a whole number of at least 1, got {passes!r}"
+        )
+    return passes
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: Any = hvd.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | list[list[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: Any = None,
+    *,
+    stage: int = 2,
+    bucket_bytes: int | None = None,
+    reduce_dtype: torch.dtype | str | None = None,
+    master_dtype: torch.dtype | str | None = None,
+    grad_clip: float | None = None,
+    partition: str = "auto",
+) -> ZeroOptimizer:
+    """Shard a torch optimizer over the ranks. Takes the place of `hvd.DistributedOptimizer`.
+
+    Args:
+        optimizer: The optimizer to wrap; it is changed and must not be used on its own any more.
+        named_parameters: `model.named_parameters()`; names in errors, reports and checkpoints.
+        compression: `zero.Compression.none`, `.fp16` or `.bf16`: gradients on the wire.
+        backward_passes_per_step: Backward passes before each `step()`.
+        op: `hvd.Average` or `hvd.Sum`.
+        gradient_predivide_factor: Divide by this before the sum, and by the rest after it.
+        num_groups: As `groups`.
+        groups: A number of buckets, or lists of parameters that share buckets with no others.
+        sparse_as_dense: Accepted; sparse gradients always travel as dense ones.
+        process_set: Shard inside these ranks; the others train on their own.
+        stage: 0: plain data parallelism; 1: sharded optimizer state; 2: and gradients.
+        bucket_bytes: How many bytes travel together.
+        reduce_dtype: Gradients travel in this dtype.
+        master_dtype: The optimizer updates shards of this dtype; None: float32 for 16-bit
+            parameters, their own otherwise.
+        grad_clip: Clip to this global 2-norm in every step.
+        partition: "flat", "parameter", or "auto" to choose by the optimizer.
+    """
+    if isinstance(optimizer, ZeroOptimizer):
+        raise ValueError("the optimizer is sharded already: wrap the plain one, once")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer)}")
+    if hasattr(optimizer, "_allreduce_delay"):
+        raise ValueError(
+            "the optimizer comes from hvd.DistributedOptimizer: give the plain torch optimizer"
+        )
+    if op not in (hvd.Average, hvd.Sum):
+        raise ValueError("op must be hvd.Average or hvd.Sum; Adasum has no sharded form")
+    if stage == 3:
+        raise ValueError("stage must be 0, 1 or 2 here, got 3: parameters are not sharded yet")
+    passes = check_passes(backward_passes_per_step)
+    collectives = join(process_set)
+    groups_of = [list(g["params"]) for g in optimizer.param_groups]
+    named = name_parameters(groups_of, named_parameters)
+    if num_groups and groups is None:
+        groups = num_groups
+    named = bucket_groups(named, groups)
+    if bucket_bytes is None:
+        bucket_bytes = groups_bucket_bytes(named, groups)
+    options = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
+    config = ZeroConfig(
+        stage=stage,
+        reduce_dtype=_dtype_name(reduce_dtype),
+        master_dtype=_dtype_name(master_dtype),
+        grad_clip=grad_clip,
+        partition=choose_partition(optimizer, partition),
+        **options,
+    )
+    return ZeroOptimizer(
+        optimizer,
+        named,
+        collectives,
+        config,
+        wire=wire_dtype(compression, config),
+        average=op == hvd.Average,
+        predivide=gradient_predivide_factor,
+        passes=passes,
+    )
+
+
+def _dtype_name(dtype: torch.dtype | str | None) -> str | None:
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype

@@ -1,0 +1,244 @@
+"""The gradients' way: from the model's full gradients to this rank's reduced shards."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from zerohvd.layout import Bucket, Layout
+from zerohvd.numerics import DivideFactors
+from zerohvd.torch import arrays
+from zerohvd.torch.buffers import zero_padding
+from zerohvd.torch.collectives import Handle, LocalCollectives, TorchCollectives
+
+# Buckets on their way at a time. One travels while the next is computed; more would only hold
+# more full gradients, and stage 2 promises two buckets of them.
+IN_FLIGHT = 2
+
+
+@dataclasses.dataclass
+class _Pending:
+    bucket: int
+    sent: torch.Tensor  # keeps the memory alive that the collective reads
+    out: torch.Tensor  # this rank's part from every rank, one behind the other
+    handle: Handle
+
+
+class GradReducer:
+    """Reduces the gradients of one Layout, bucket by bucket, in the order it is told.
+
+    Stage 2 frees a full gradient as soon as its bucket has gone and keeps the reduced shards in
+    memory of their own. Stages 0 and 1 keep full gradients, and the reduced shard replaces this
+    rank's own part of them.
+    """
+
+    shards: list[torch.Tensor | None]  # per bucket: 1-D, this rank's reduced gradient
+
+    def __init__(
+        self,
+        layout: Layout,
+        params: Sequence[torch.nn.Parameter],
+        collectives: TorchCollectives | LocalCollectives,
+        *,
+        stage: int,
+        prefix: str,
+        wire: torch.dtype | None,
+        shard_dtypes: Sequence[torch.dtype],
+        factors: DivideFactors,
+    ) -> None:
+        self._layout = layout
+        self._params = params
+        self._collectives = collectives
+        self._stage = stage
+        self._rank = collectives.rank if layout.size > 1 else 0
+        self._wire = wire
+        self._shard_dtypes = shard_dtypes
+        self._factors = factors
+        self._names = [
+            f"{prefix}/b{b.index}/reducescatter/{layout.params[b.slots[0].param].name}"
+            for b in layout.buckets
+        ]
+        self._lengths = [[s.length for s in b.spans()] for b in layout.buckets]
+        # The gradient of such a parameter is its buckets: nothing has to be copied.
+        self._exact = [
+            all(layout.buckets[b].padded == slot.length for b, slot in slots)
+            for slots in layout.slots_of
+        ]
+        self._flats: list[torch.Tensor | None] = [None] * len(layout.buckets)
+        self._filled: list[set[int]] = [set() for _ in layout.buckets]
+        self._pending: deque[_Pending] = deque()
+        self.shards = [None] * len(layout.buckets)
+        self.weight = 1.0
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget the last step: the next result replaces the shard, later ones add to it."""
+        self._fresh = [False] * len(self._layout.buckets)
+
+    def take(self, index: int) -> None:
+        """Put the finished gradient of a parameter where its buckets will find it."""
+        param = self._params[index]
+        grad = param.grad
+        if grad is None:
+            return
+        if grad.is_sparse:
+            grad = param.grad = grad.to_dense()
+        if self._exact[index]:
+            if not grad.is_contiguous():
+                param.grad = grad.contiguous()
+            return
+        flat_grad = grad.reshape(-1)
+        for b, slot in self._layout.slots_of[index]:
+            target = self._flat(b)[slot.start : slot.start + slot.length]
+            source = flat_grad[slot.param_start : slot.param_start + slot.length]
+            if target.data_ptr() != source.data_ptr():
+                target.copy_(source)
+            self._filled[b].add(index)
+        param.grad = None if self._stage >= 2 else self._view_of(index)
+
+    def send(self, b: int) -> None:
+        """Start the reduction of a bucket; gradients that never came count as zero."""
+        while len(self._pending) >= IN_FLIGHT:
+            self._finish(self._pending.popleft())
+        bucket = self._layout.buckets[b]
+        source = self._source(bucket)
+        before = self._factors.before * self.weight
+        if before != 1.0:
+            source.mul_(before)
+        sent = source if self._wire is None else source.to(self._wire)
+        name = self._names[b]
+        if self._layout.size == 1:
+            handle, out = self._allreduce(sent, name)
+        else:
+            lengths = self._lengths[b]
+            out = sent.new_empty(len(lengths) * lengths[self._rank])
+            handle = self._collectives.exchange_start(sent, lengths, out, name=name)
+        if self._stage < 2:
+            self._keep_shard_in(b, bucket, source)
+        self._pending.append(_Pending(b, sent, out, handle))
+
+    def finish(self) -> None:
+        """Wait for everything under way."""
+        while self._pending:
+            self._finish(self._pending.popleft())
+
+    def abandon(self) -> None:
+        """Forget half-collected gradients, after a failure or when a user clears them."""
+        self._pending.clear()
+        for filled in self._filled:
+            filled.clear()
+        self.begin_step()
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Every tensor held here that holds gradients."""
+        held = [*self.shards, *self._flats, *(p.sent for p in self._pending)]
+        return [t for t in held if t is not None]
+
+    def scratch(self) -> list[torch.Tensor]:
+        return [p.out for p in self._pending]
+
+    def _allreduce(self, sent: torch.Tensor, name: str) -> tuple[Handle, torch.Tensor]:
+        if sent.dtype == torch.bfloat16 and self._collectives.size > 1:
+            sent = arrays.float32(sent)
+        return self._collectives.allreduce_start(sent, name=name), sent
+
+    def _source(self, bucket: Bucket) -> torch.Tensor:
+        """The bucket's full local gradient: 1-D, padded."""
+        slot = bucket.slots[0]
+        if not self._exact[slot.param]:
+            return self._filled_flat(bucket)
+        param = self._params[slot.param]
+        if param.grad is None:
+            if self._stage >= 2:
+                return param.data.new_zeros(bucket.padded)
+            param.grad = torch.zeros_like(param.data)
+        source = param.grad.view(-1)[slot.param_start : slot.param_start + slot.length]
+        if self._stage >= 2 and slot.param_start + slot.length == param.numel():
+            param.grad = None
+        return source
+
+    def _filled_flat(self, bucket: Bucket) -> torch.Tensor:
+        flat, filled = self._flat(bucket.index), self._filled[bucket.index]
+        for slot in bucket.slots:
+            if slot.param not in filled:
+                flat[slot.start : slot.start + slot.length].zero_()
+                if self._stage < 2:
+                    self._params[slot.param].grad = self._view_of(slot.param)
+        filled.clear()
+        if self._stage >= 2:
+            self._flats[bucket.index] = None
+        return flat
+
+    def _flat(self, b: int) -> torch.Tensor:
+        flat = self._flats[b]
+        if flat is None:
+            flat = self._allocate(b)
+        return flat
+
+    def _allocate(self, b: int) -> torch.Tensor:
+        bucket = self._layout.buckets[b]
+        like = self._params[bucket.slots[0].param].data
+        chain = [b]
+        if self._stage < 2:
+            # A chunked parameter's gradient has to be one view, as the parameter itself is.
+            chain = [i for i, _ in self._layout.slots_of[bucket.slots[0].param]]
+            chain = chain if len(bucket.slots) == 1 else [b]
+        lengths = [self._layout.buckets[i].padded for i in chain]
+        for i, flat in zip(chain, like.new_empty(sum(lengths)).split(lengths), strict=True):
+            zero_padding(flat, self._layout.buckets[i])
+            self._flats[i] = flat
+        allocated = self._flats[b]
+        assert allocated is not None
+        return allocated
+
+    def _view_of(self, index: int) -> torch.Tensor:
+        """The parameter's gradient inside the flat buffers of stages 0 and 1."""
+        b, slot = self._layout.slots_of[index][0]
+        param, flat = self._params[index], self._flat(b)
+        offset = flat.storage_offset() + slot.start
+        whole = flat.new_empty(0).set_(flat.untyped_storage(), offset, (param.numel(),))
+        return whole.view(param.shape)
+
+    def _keep_shard_in(self, b: int, bucket: Bucket, source: torch.Tensor) -> None:
+        if source.dtype == self._shard_dtypes[b]:
+            span = bucket.span(self._rank)
+            self.shards[b] = source[span.start : span.stop]
+
+    def _finish(self, pending: _Pending) -> None:
+        pending.handle.wait()
+        b = pending.bucket
+        shard = self.shards[b]
+        if shard is None:
+            length = self._layout.buckets[b].span(self._rank).length
+            shard = pending.sent.new_empty(length, dtype=self._shard_dtypes[b])
+            self.shards[b] = shard
+        parts = pending.out.view(self._layout.size, -1) if shard.numel() else []
+        _combine(shard, parts, self._factors.after, add=self._fresh[b])
+        self._fresh[b] = True
+
+
+def _combine(
+    shard: torch.Tensor, parts: torch.Tensor | Sequence[torch.Tensor], scale: float, *, add: bool
+) -> None:
+    """shard (+)= scale * (parts[0] + parts[1] + ...), added in rank order, in shard's dtype."""
+    if len(parts) == 0:
+        return
+    if add:
+        total = parts[0].to(shard.dtype)
+        for part in parts[1:]:
+            total += part
+        shard.add_(total, alpha=scale)
+        return
+    if len(parts) > 1 and parts[0].dtype == shard.dtype:
+        torch.add(parts[0], parts[1], out=shard)
+        rest = parts[2:]
+    else:
+        shard.copy_(parts[0])
+        rest = parts[1:]
+    for part in rest:
+        shard.add_(part)
+    if scale != 1.0:
+        shard.mul_(scale)

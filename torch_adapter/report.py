@@ -1,0 +1,68 @@
+"""What this rank holds and what it has moved, counted exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from zerohvd.commlog import CommunicationReport
+from zerohvd.memory import MemoryReport
+from zerohvd.torch.optimizer import ZeroOptimizer
+
+
+def memory_report(opt: ZeroOptimizer) -> MemoryReport:
+    """Bytes held on this rank now: params, grads, optimizer, master, buffers and their total."""
+    _check(opt)
+    seen: set[int] = set()
+    params = _bytes([*(f for s in opt._sections for f in s.flat.flats), *opt._params()], seen)
+    masters = [m for s in opt._sections for m in s.masters if m is not None]
+    master = _bytes(masters, seen)
+    scratch = _bytes((t for s in opt._sections for t in s.reducer.scratch()), seen)
+    held = [t for s in opt._sections for t in s.reducer.gradients()]
+    grads = _bytes([*held, *(p.grad for p in opt._params() if p.grad is not None)], seen)
+    return MemoryReport(
+        params=params,
+        grads=grads,
+        optimizer=_bytes(_tensors(opt.inner.state.values()), seen),
+        master=master,
+        buffers=scratch,
+    )
+
+
+def communication_report(opt: ZeroOptimizer) -> CommunicationReport:
+    """Bytes and calls per collective of the latest step, or of the one under way."""
+    _check(opt)
+    return CommunicationReport(opt.collectives.log.totals())
+
+
+def _check(opt: Any) -> None:
+    if not isinstance(opt, ZeroOptimizer):
+        raise TypeError(
+            f"expected an optimizer made by zero.DistributedOptimizer, got {type(opt).__name__}"
+        )
+
+
+def _bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
+    """Memory behind `tensors`, each allocation once."""
+    total = 0
+    for tensor in tensors:
+        if tensor.is_sparse:
+            total += _bytes([tensor._indices(), tensor._values()], seen)
+            continue
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen and storage.nbytes():
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, dict):
+            yield from _tensors(value.values())
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)

@@ -1,0 +1,185 @@
+"""A set of parameters that is sharded together: its layout, memory and gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from zerohvd.agreement import check_agreement
+from zerohvd.config import ZeroConfig
+from zerohvd.layout import Layout, ParamSpec, Piece, build_layout
+from zerohvd.numerics import DivideFactors
+from zerohvd.schedule import Schedule
+from zerohvd.torch import arrays
+from zerohvd.torch.buffers import FlatParams, piece_view
+from zerohvd.torch.collectives import Handle, LocalCollectives, TorchCollectives
+from zerohvd.torch.reducer import GradReducer
+
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedParam:
+    """A parameter of the model, with the name the user knows it by."""
+
+    name: str
+    param: torch.nn.Parameter
+    group: int | str = 0  # parameters of different groups never travel together
+
+    @property
+    def spec(self) -> ParamSpec:
+        # The kind of device, not its number: each rank has another GPU.
+        group = f"{self.group}/{self.param.device.type}"
+        return ParamSpec(
+            self.name, tuple(self.param.shape), arrays.dtype_name(self.param.dtype), group
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnedPiece:
+    """What this rank owns of a parameter, as the inner optimizer sees it."""
+
+    piece: Piece
+    tensor: torch.nn.Parameter  # a view of the flat parameters, or of a master
+
+
+class ShardedParams:
+    """Parameters laid out together. Everything here is local, but for `gather` and the reducer.
+
+    Attributes:
+        layout: Where each parameter lives.
+        owned: This rank's pieces, in the layout's order.
+        reducer: The way of the gradients.
+        schedule: When a bucket may go.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[NamedParam],
+        collectives: TorchCollectives | LocalCollectives,
+        config: ZeroConfig,
+        *,
+        prefix: str,
+        wire: torch.dtype | None,
+        factors: DivideFactors,
+        settings: dict[str, Any],
+    ) -> None:
+        self.named = tuple(named)
+        self.params = [n.param for n in named]
+        self._collectives = collectives
+        # Plain data parallelism is the layout of a single rank on every rank.
+        size = 1 if config.stage == 0 else collectives.size
+        self.layout: Layout = build_layout(
+            [n.spec for n in named],
+            size,
+            bucket_bytes=config.bucket_bytes,
+            partition=config.partition,
+        )
+        check_agreement(collectives, self.layout, settings)
+        self.rank = collectives.rank if size > 1 else 0
+        self._names = [
+            f"{prefix}/b{b.index}/allgather/{self.layout.params[b.slots[0].param].name}"
+            for b in self.layout.buckets
+        ]
+        self.flat = FlatParams(self.layout, self.params)
+        self.masters = self._make_masters(config)
+        self.owned = [self._own(piece) for piece in self.layout.pieces(self.rank)]
+        self.schedule = Schedule(self.layout)
+        self.reducer = GradReducer(
+            self.layout,
+            self.params,
+            collectives,
+            stage=config.stage,
+            prefix=prefix,
+            wire=wire,
+            shard_dtypes=[
+                f.dtype if m is None else m.dtype
+                for f, m in zip(self.flat.flats, self.masters, strict=True)
+            ],
+            factors=factors,
+        )
+
+    def _make_masters(self, config: ZeroConfig) -> list[torch.Tensor | None]:
+        """Per bucket: this rank's shard in the master's dtype; None where it is the params'."""
+        masters: list[torch.Tensor | None] = []
+        for b, flat in enumerate(self.flat.flats):
+            dtype = torch.float32 if flat.dtype in _NARROW else flat.dtype
+            if config.master_dtype is not None:
+                dtype = arrays.dtype_of(config.master_dtype)
+            same = dtype == flat.dtype
+            masters.append(None if same else self._own_part(b, flat).to(dtype))
+        return masters
+
+    def _own_part(self, b: int, flat: torch.Tensor) -> torch.Tensor:
+        span = self.layout.buckets[b].span(self.rank)
+        return flat[span.start : span.stop]
+
+    def _own(self, piece: Piece) -> OwnedPiece:
+        b = piece.bucket
+        master = self.masters[b]
+        shard = self._own_part(b, self.flat.flats[b]) if master is None else master
+        shape = self.params[piece.param].shape
+        view = piece_view(shard, self.layout.buckets[b], self.rank, piece, shape)
+        return OwnedPiece(piece, torch.nn.Parameter(view.detach()))
+
+    def set_piece_grads(self) -> None:
+        """Give each piece its reduced gradient; none where the parameter is frozen now."""
+        for owned in self.owned:
+            piece = owned.piece
+            shard = self.reducer.shards[piece.bucket]
+            if shard is None or not self.params[piece.param].requires_grad:
+                owned.tensor.grad = None
+                continue
+            bucket = self.layout.buckets[piece.bucket]
+            shape = self.params[piece.param].shape
+            owned.tensor.grad = piece_view(shard, bucket, self.rank, piece, shape)
+
+    def frozen(self) -> list[int]:
+        return [i for i, p in enumerate(self.params) if not p.requires_grad]
+
+    def gather_start(self) -> list[tuple[torch.Tensor, Handle]]:
+        """Publish the updated shards: every rank's full parameters become current.
+
+        Returns what must stay alive, and be waited for, until it is done.
+        """
+        under_way = []
+        for b, flat in enumerate(self.flat.flats):
+            master = self.masters[b]
+            own = self._own_part(b, flat)
+            if self.layout.size == 1:
+                if master is not None:
+                    own.copy_(master)
+                continue
+            # Input and output of an allgather must not overlap, hence the copy.
+            part = own.clone() if master is None else master.to(flat.dtype)
+            handle = self._collectives.allgather_start(part, flat, name=self._names[b])
+            under_way.append((part, handle))
+        return under_way
+
+    def refresh_masters(self) -> None:
+        """Take over what has been written into 16-bit parameters since the last step.
+
+        Loading a checkpoint and hvd.broadcast_parameters() write them without a trace, so the
+        values themselves are compared.
+        """
+        for b, flat in enumerate(self.flat.flats):
+            master = self.masters[b]
+            if master is None:
+                continue
+            own = self._own_part(b, flat)
+            differs = master.to(own.dtype) != own
+            if differs.any():
+                master[differs] = own[differs].to(master.dtype)
+
+    def check_in_place(self) -> None:
+        index = self.flat.moved()
+        if index is not None:
+            raise RuntimeError(
+                f"parameter {self.named[index].name!r} was given other memory after it had been "
+                "sharded (model.to(), .half(), .data = ...). Move or convert the model first, "
+                "then make the optimizer; to change values later, write in place "
+                "(param.data.copy_(...))."
+            )

@@ -1,0 +1,46 @@
+"""Model and optimizer in one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from zerohvd.torch.collectives import TorchCollectives, join
+from zerohvd.torch.optimizer import DistributedOptimizer, ZeroOptimizer
+
+
+def zeroify(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, stage: int = 2, **options: Any
+) -> tuple[torch.nn.Module, ZeroOptimizer]:
+    """Give all ranks the weights of the first one, and shard the optimizer.
+
+    Args:
+        model: The model; it stays the same object.
+        optimizer: The plain torch optimizer of its parameters.
+        stage: As for `DistributedOptimizer`.
+        options: Any keyword of `DistributedOptimizer` but `named_parameters`.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if "named_parameters" in options:
+        raise TypeError("zeroify() takes the names from the model: drop named_parameters")
+    sharded = DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), stage=stage, **options
+    )
+    _broadcast(model, options.get("process_set"))
+    return model, sharded
+
+
+def _broadcast(model: torch.nn.Module, process_set: Any) -> None:
+    """After the layouts have been compared: ranks with other models get an error, not a hang."""
+    collectives = join(process_set)
+    if not isinstance(collectives, TorchCollectives):
+        return
+    members = hvd.global_process_set if process_set is None else process_set
+    with torch.no_grad():
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if isinstance(tensor, torch.Tensor) and tensor.numel():
+                tensor.copy_(collectives.broadcast(tensor.detach(), name=f"zero/init/{name}"))
+    assert members.included()
