@@ -57,7 +57,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._wire = wire
         self._factors = divide_factors(average, collectives.size, predivide)
         self._average = average
-        self._rounds = Rounds(sharded=config.stage >= 2, passes=passes)
+        self._rounds = Rounds(stage=config.stage, passes=passes)
         self._entry = Entry(collectives, f"{self._prefix}/agree")
         self._sections: list[ShardedParams] = []
         self._hooks: list[GradHooks] = []
@@ -72,6 +72,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._shard_initially(named)
         self._begin_step()
         self._log_is_stale = False
+        collectives.log.reset()
 
     # -- being a torch optimizer -------------------------------------------------------------
 
@@ -359,8 +360,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.inner.step()
 
     def _gather(self) -> None:
-        under_way = [h for section in self._sections for h in section.gather_start()]
-        for _, handle in under_way:
+        under_way = [handle for section in self._sections for handle in section.gather_start()]
+        for handle in under_way:
             handle.wait()
 
     def _end_step(self) -> None:
@@ -386,7 +387,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if set_to_none:
                 param.grad = None
             else:
-                param.grad.detach_().zero_()
+                param.grad.zero_()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

@@ -12,7 +12,7 @@ from zerohvd.layout import Bucket, Layout
 from zerohvd.numerics import DivideFactors
 from zerohvd.torch import arrays
 from zerohvd.torch.buffers import zero_padding
-from zerohvd.torch.collectives import Handle, LocalCollectives, TorchCollectives
+from zerohvd.torch.collectives import Exchange, LocalCollectives, TorchCollectives
 
 # Buckets on their way at a time. One travels while the next is computed; more would only hold
 # more full gradients, and stage 2 promises two buckets of them.
@@ -22,9 +22,8 @@ IN_FLIGHT = 2
 @dataclasses.dataclass
 class _Pending:
     bucket: int
-    sent: torch.Tensor  # keeps the memory alive that the collective reads
-    out: torch.Tensor  # this rank's part from every rank, one behind the other
-    handle: Handle
+    sent: torch.Tensor  # the whole local gradient
+    exchange: Exchange
 
 
 class GradReducer:
@@ -77,6 +76,7 @@ class GradReducer:
     def begin_step(self) -> None:
         """Forget the last step: the next result replaces the shard, later ones add to it."""
         self._fresh = [False] * len(self._layout.buckets)
+        self.arrived: set[int] = set()  # parameters with a gradient in this step
 
     def take(self, index: int) -> None:
         """Put the finished gradient of a parameter where its buckets will find it."""
@@ -84,6 +84,7 @@ class GradReducer:
         grad = param.grad
         if grad is None:
             return
+        self.arrived.add(index)
         if grad.is_sparse:
             grad = param.grad = grad.to_dense()
         if self._exact[index]:
@@ -110,15 +111,13 @@ class GradReducer:
             source.mul_(before)
         sent = source if self._wire is None else source.to(self._wire)
         name = self._names[b]
-        if self._layout.size == 1:
-            handle, out = self._allreduce(sent, name)
+        if self._stage == 0:
+            exchange = self._allreduce(sent, name)
         else:
-            lengths = self._lengths[b]
-            out = sent.new_empty(len(lengths) * lengths[self._rank])
-            handle = self._collectives.exchange_start(sent, lengths, out, name=name)
+            exchange = self._collectives.exchange_start(sent, self._lengths[b], name=name)
         if self._stage < 2:
             self._keep_shard_in(b, bucket, source)
-        self._pending.append(_Pending(b, sent, out, handle))
+        self._pending.append(_Pending(b, sent, exchange))
 
     def finish(self) -> None:
         """Wait for everything under way."""
@@ -138,12 +137,13 @@ class GradReducer:
         return [t for t in held if t is not None]
 
     def scratch(self) -> list[torch.Tensor]:
-        return [p.out for p in self._pending]
+        return [p.exchange.scratch for p in self._pending]
 
-    def _allreduce(self, sent: torch.Tensor, name: str) -> tuple[Handle, torch.Tensor]:
+    def _allreduce(self, sent: torch.Tensor, name: str) -> Exchange:
         if sent.dtype == torch.bfloat16 and self._collectives.size > 1:
             sent = arrays.float32(sent)
-        return self._collectives.allreduce_start(sent, name=name), sent
+        handle = self._collectives.allreduce_start(sent, name=name)
+        return Exchange(handle, [sent], sent.new_empty(0))
 
     def _source(self, bucket: Bucket) -> torch.Tensor:
         """The bucket's full local gradient: 1-D, padded."""
@@ -208,24 +208,24 @@ class GradReducer:
             self.shards[b] = source[span.start : span.stop]
 
     def _finish(self, pending: _Pending) -> None:
-        pending.handle.wait()
+        pending.exchange.handle.wait()
         b = pending.bucket
         shard = self.shards[b]
         if shard is None:
             length = self._layout.buckets[b].span(self._rank).length
             shard = pending.sent.new_empty(length, dtype=self._shard_dtypes[b])
             self.shards[b] = shard
-        parts = pending.out.view(self._layout.size, -1) if shard.numel() else []
-        _combine(shard, parts, self._factors.after, add=self._fresh[b])
+        _combine(shard, pending.exchange.parts, self._factors.after, add=self._fresh[b])
         self._fresh[b] = True
 
 
 def _combine(
-    shard: torch.Tensor, parts: torch.Tensor | Sequence[torch.Tensor], scale: float, *, add: bool
+    shard: torch.Tensor, parts: Sequence[torch.Tensor], scale: float, *, add: bool
 ) -> None:
-    """shard (+)= scale * (parts[0] + parts[1] + ...), added in rank order, in shard's dtype."""
-    if len(parts) == 0:
-        return
+    """shard (+)= scale * (parts[0] + parts[1] + ...), added in rank order, in shard's dtype.
+
+    One of the parts may be the shard itself, but only of two or fewer.
+    """
     if add:
         total = parts[0].to(shard.dtype)
         for part in parts[1:]:

@@ -20,9 +20,9 @@ class Rounds:
         weight: What this rank's gradients are multiplied with on their way out.
     """
 
-    def __init__(self, *, sharded: bool, passes: int) -> None:
+    def __init__(self, *, stage: int, passes: int) -> None:
         self._sections: list[ShardedParams] = []
-        self._sharded = sharded
+        self._stage = stage
         self.passes = passes
         self._left_behind: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}
         self.begin_step()
@@ -49,7 +49,7 @@ class Rounds:
 
     def arrived(self, number: int, index: int) -> None:
         """A backward pass has added to the gradient of a parameter."""
-        if not self._sharded:
+        if self._stage < 2:
             self._check_cleared(number, index)
             count = self._counts[number, index] = self._counts.get((number, index), 0) + 1
             if count > self.passes:
@@ -77,7 +77,7 @@ class Rounds:
 
     def finish(self) -> None:
         """Send all that is left of the step, and wait for it."""
-        for _ in range(self._done, self.passes if self._sharded else 1):
+        for _ in range(self._done, self.passes if self._stage >= 2 else 1):
             self._finish_round()
         for section in self._sections:
             section.reducer.finish()
@@ -105,17 +105,18 @@ class Rounds:
                 return
 
     def end_step(self) -> None:
-        """Remember the gradients that stay with the model until the user clears them."""
-        self._left_behind = {
-            p: (p.grad, p.grad._version)
-            for section in self._sections
-            for p in section.params
-            if p.grad is not None
-        }
+        """The step is over. Stage 1 leaves gradients with the model until the user clears them."""
+        if self._stage == 1:
+            self._left_behind = {
+                p: (p.grad, p.grad._version)
+                for section in self._sections
+                for p in section.params
+                if p.grad is not None
+            }
         self.begin_step()
 
     def _check_cleared(self, number: int, index: int) -> None:
-        """What stages 0 and 1 leave in `.grad` is partly reduced: adding to it makes no sense."""
+        """What stage 1 leaves in `.grad` is partly reduced: adding to it makes no sense."""
         section = self._sections[number]
         param = section.params[index]
         grad, version = self._left_behind.pop(param, (None, 0))

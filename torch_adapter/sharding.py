@@ -84,6 +84,7 @@ class ShardedParams:
             f"{prefix}/b{b.index}/allgather/{self.layout.params[b.slots[0].param].name}"
             for b in self.layout.buckets
         ]
+        self._lengths = [[span.length for span in b.spans()] for b in self.layout.buckets]
         self.flat = FlatParams(self.layout, self.params)
         self.masters = self._make_masters(config)
         self.owned = [self._own(piece) for piece in self.layout.pieces(self.rank)]
@@ -126,11 +127,17 @@ class ShardedParams:
         return OwnedPiece(piece, torch.nn.Parameter(view.detach()))
 
     def set_piece_grads(self) -> None:
-        """Give each piece its reduced gradient; none where the parameter is frozen now."""
+        """Give each piece its reduced gradient; none where the parameter is frozen now.
+
+        A parameter that no rank has used gets zeros, as with Horovod: a rank cannot know what
+        the others used. A rank on its own can, and leaves the parameter alone as torch does.
+        """
+        alone = self._collectives.size == 1
         for owned in self.owned:
             piece = owned.piece
             shard = self.reducer.shards[piece.bucket]
-            if shard is None or not self.params[piece.param].requires_grad:
+            unused = alone and piece.param not in self.reducer.arrived
+            if shard is None or unused or not self.params[piece.param].requires_grad:
                 owned.tensor.grad = None
                 continue
             bucket = self.layout.buckets[piece.bucket]
@@ -140,23 +147,17 @@ class ShardedParams:
     def frozen(self) -> list[int]:
         return [i for i, p in enumerate(self.params) if not p.requires_grad]
 
-    def gather_start(self) -> list[tuple[torch.Tensor, Handle]]:
-        """Publish the updated shards: every rank's full parameters become current.
-
-        Returns what must stay alive, and be waited for, until it is done.
-        """
+    def gather_start(self) -> list[Handle]:
+        """Publish the updated shards: when all handles have been waited for, the parameters of
+        every rank are current."""
         under_way = []
         for b, flat in enumerate(self.flat.flats):
             master = self.masters[b]
-            own = self._own_part(b, flat)
-            if self.layout.size == 1:
-                if master is not None:
-                    own.copy_(master)
-                continue
-            # Input and output of an allgather must not overlap, hence the copy.
-            part = own.clone() if master is None else master.to(flat.dtype)
-            handle = self._collectives.allgather_start(part, flat, name=self._names[b])
-            under_way.append((part, handle))
+            if master is not None:
+                self._own_part(b, flat).copy_(master)
+            if self.layout.size > 1:
+                handle = self._collectives.gather_start(flat, self._lengths[b], name=self._names[b])
+                under_way.append(handle)
         return under_way
 
     def refresh_masters(self) -> None:
