@@ -151,6 +151,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             wire=self._wire,
             factors=self._factors,
             settings=self._settings(),
+            before_wait=self._entry.check,
         )
         number = self._rounds.add(section)
         self._sections.append(section)
@@ -204,6 +205,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if not self._average:
                 raise ValueError("a weight needs op=hvd.Average: a sum does not weigh ranks")
             self._rounds.weight = self._weight
+        self._rounds.notice_frozen()
         self._entry.open(
             STEP, self._params(), weighted=self._weight is not None, passes=self._rounds.passes
         )
@@ -231,8 +233,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return
         self._adopt_unfrozen()
         self._enter_step()
+        self._entry.check()  # before waiting for buckets that other ranks may never send
         self._rounds.finish()
-        self._entry.check()
         self._divide_by_weights()
         for section in self._sections:
             section.set_piece_grads()

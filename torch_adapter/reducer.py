@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -29,6 +29,8 @@ class _Pending:
 class GradReducer:
     """Reduces the gradients of one Layout, bucket by bucket, in the order it is told.
 
+    `before_wait` is called before it waits for other ranks while gradients are still computed.
+
     Stage 2 frees a full gradient as soon as its bucket has gone and keeps the reduced shards in
     memory of their own. Stages 0 and 1 keep full gradients, and the reduced shard replaces this
     rank's own part of them.
@@ -47,6 +49,7 @@ class GradReducer:
         wire: torch.dtype | None,
         shard_dtypes: Sequence[torch.dtype],
         factors: DivideFactors,
+        before_wait: Callable[[], None],
     ) -> None:
         self._layout = layout
         self._params = params
@@ -56,6 +59,7 @@ class GradReducer:
         self._wire = wire
         self._shard_dtypes = shard_dtypes
         self._factors = factors
+        self._before_wait = before_wait
         self._names = [
             f"{prefix}/b{b.index}/reducescatter/{layout.params[b.slots[0].param].name}"
             for b in layout.buckets
@@ -103,6 +107,7 @@ class GradReducer:
     def send(self, b: int) -> None:
         """Start the reduction of a bucket; gradients that never came count as zero."""
         while len(self._pending) >= IN_FLIGHT:
+            self._before_wait()
             self._finish(self._pending.popleft())
         bucket = self._layout.buckets[b]
         source = self._source(bucket)

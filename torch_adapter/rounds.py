@@ -47,6 +47,11 @@ class Rounds:
         for section in self._sections:
             section.schedule.start_round(section.frozen())
 
+    def notice_frozen(self) -> None:
+        """Parameters may have been frozen since the last step: do not wait for those."""
+        if not any(section.schedule.started for section in self._sections):
+            self._begin_round()
+
     def arrived(self, number: int, index: int) -> None:
         """A backward pass has added to the gradient of a parameter."""
         if self._stage < 2:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -66,6 +66,7 @@ class ShardedParams:
         wire: torch.dtype | None,
         factors: DivideFactors,
         settings: dict[str, Any],
+        before_wait: Callable[[], None],
     ) -> None:
         self.named = tuple(named)
         self.params = [n.param for n in named]
@@ -101,6 +102,7 @@ class ShardedParams:
                 for f, m in zip(self.flat.flats, self.masters, strict=True)
             ],
             factors=factors,
+            before_wait=before_wait,
         )
 
     def _make_masters(self, config: ZeroConfig) -> list[torch.Tensor | None]:

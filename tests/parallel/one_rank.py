@@ -15,7 +15,7 @@ if __name__ == "__main__":
     if rank > 0:
         # At the level of descriptors: Horovod's own messages belong there as well. All ranks of a
         # suite run the same tests, so one voice is enough while they pass.
-        log = Path(os.environ["ZEROHVD_TEST_RANKS"], f"rank-{rank}.log").open("w")
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
+        with Path(os.environ["ZEROHVD_TEST_RANKS"], f"rank-{rank}.log").open("w") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
     sys.exit(pytest.main(sys.argv[1:]))

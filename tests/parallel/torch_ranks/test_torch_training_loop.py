@@ -106,7 +106,7 @@ def test_stage_2_keeps_only_shards_between_passes():
 @pytest.mark.parametrize("stage", STAGES)
 def test_one_pass_too_many_is_refused(stage):
     model = make_model()
-    opt = wrap(model, stage=stage)
+    _opt = wrap(model, stage=stage)
     loss_of(model, batch(0, hvd.rank())).backward()
     with pytest.raises(RuntimeError, match="backward_passes_per_step=1"):
         loss_of(model, batch(1, hvd.rank())).backward()
@@ -394,7 +394,8 @@ def test_fewer_elements_than_ranks(stage):
     expected, _ = plain(cls=Tiny)
     model, opt = sharded(cls=Tiny, stage=stage)
     assert_same(expected, model)
-    sizes = hvd.allgather(torch.tensor([sum(len(s.owned) for s in opt._sections)]))
+    owned = torch.tensor([sum(len(s.owned) for s in opt._sections)])
+    sizes = hvd.allgather(owned, name="owned")
     assert sizes.sum() == (hvd.size() if stage == 0 else 1)
 
 

@@ -1,0 +1,162 @@
+"""A mistake ends as a clear error, on every rank, soon."""
+
+from __future__ import annotations
+
+import horovod.torch as hvd
+import pytest
+import torch
+from torch import nn
+from training import STAGES, adamw, batch, loss_of, make_model, plain, sharded, train
+
+import zerohvd.torch as zero
+
+
+def wrap(model, **options):
+    return zero.DistributedOptimizer(
+        adamw(model.parameters()), named_parameters=model.named_parameters(), **options
+    )
+
+
+needs_ranks = pytest.mark.skipif(hvd.size() == 1, reason="one rank agrees with itself")
+
+
+@needs_ranks
+@pytest.mark.parametrize("last", [False, True], ids=["first rank differs", "last rank differs"])
+def test_other_shapes_on_one_rank(last):
+    odd = hvd.rank() == (hvd.size() - 1 if last else 0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 6 if odd else 5))
+    with pytest.raises(zero.DisagreementError, match=r"parameter '1\.weight'.*\(5, 4\)") as error:
+        wrap(model)
+    assert "(6, 4)" in str(error.value)
+
+
+@needs_ranks
+def test_another_order_on_one_rank():
+    named = list(nn.Sequential(nn.Linear(3, 4), nn.Linear(3, 4)).named_parameters())
+    if hvd.rank() == 1:
+        named = named[2:] + named[:2]
+    with pytest.raises(zero.DisagreementError, match=r"'0\.weight'.*'1\.weight'"):
+        zero.DistributedOptimizer(adamw([p for _, p in named]), named_parameters=named)
+
+
+@needs_ranks
+def test_more_parameters_on_one_rank():
+    model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(2 + (hvd.rank() == 1))])
+    with pytest.raises(zero.DisagreementError, match=r"only 4 parameters.*'2\.weight'"):
+        wrap(model)
+
+
+@needs_ranks
+@pytest.mark.parametrize(
+    "options",
+    [{"stage": 1}, {"bucket_bytes": 77}, {"grad_clip": 2.0}, {"backward_passes_per_step": 2}],
+    ids=lambda o: next(iter(o)),
+)
+def test_other_settings_on_one_rank(options):
+    with pytest.raises(zero.DisagreementError, match=next(iter(options))):
+        wrap(make_model(), **(options if hvd.rank() == 1 else {}))
+
+
+@needs_ranks
+@pytest.mark.parametrize("stage", STAGES)
+def test_other_frozen_parameters_on_one_rank(stage):
+    model = make_model()
+    opt = wrap(model, stage=stage)
+    if hvd.rank() == 1:
+        model.up.weight.requires_grad_(False)
+    loss_of(model, batch(0, hvd.rank())).backward()
+    with pytest.raises(zero.DisagreementError, match="require gradients"):
+        opt.step()
+
+
+@needs_ranks
+def test_a_state_dict_on_one_rank_only():
+    model = make_model()
+    opt = wrap(model)
+    train(model, opt, steps=1)
+    with pytest.raises(zero.DisagreementError, match=r"state_dict\(\)"):
+        if hvd.rank() == 0:
+            opt.state_dict()
+        else:
+            opt.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"stage": 4}, ValueError, "stage must be one of"),
+        ({"stage": 3}, ValueError, "0, 1 or 2"),
+        ({"stage": "2"}, TypeError, "stage must be an integer"),
+        ({"bucket_bytes": 0}, ValueError, "at least 1"),
+        ({"bucket_bytes": 1.5}, TypeError, "integer number of bytes"),
+        ({"partition": "rows"}, ValueError, "partition must be one of"),
+        ({"reduce_dtype": torch.int32}, ValueError, "reduce_dtype"),
+        ({"master_dtype": "float8"}, ValueError, "master_dtype"),
+        ({"grad_clip": -1.0}, ValueError, "grad_clip must be greater"),
+        ({"op": hvd.Adasum}, ValueError, "Adasum"),
+        ({"backward_passes_per_step": 0}, ValueError, "at least 1"),
+        ({"gradient_predivide_factor": 0.0}, ValueError, "greater than 0"),
+        ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, ValueError, "op=Average"),
+        ({"compression": "fp16"}, ValueError, "Compression"),
+        (
+            {"compression": zero.Compression.fp16, "reduce_dtype": "bfloat16"},
+            ValueError,
+            "one of them",
+        ),
+        ({"groups": [["x"]]}, ValueError, "lists of tensors"),
+        ({"groups": -1}, ValueError, "groups"),
+        ({"process_set": hvd.ProcessSet([0])}, ValueError, "not registered"),
+    ],
+)
+def test_bad_options_say_what_to_do(options, error, match):
+    with pytest.raises(error, match=match):
+        wrap(make_model(), **options)
+
+
+def test_optimizers_that_cannot_be_sharded_are_refused():
+    model = make_model()
+    with pytest.raises(ValueError, match="LBFGS cannot be sharded"):
+        zero.DistributedOptimizer(torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(ValueError, match="SparseAdam cannot be sharded"):
+        zero.DistributedOptimizer(torch.optim.SparseAdam(list(model.parameters())))
+    with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer"):
+        zero.DistributedOptimizer(model)
+    with pytest.raises(ValueError, match="sharded already"):
+        zero.DistributedOptimizer(wrap(model))
+    _, theirs = plain(steps=0)
+    with pytest.raises(ValueError, match="plain torch optimizer"):
+        zero.DistributedOptimizer(theirs)
+
+
+def test_names_must_fit_the_optimizer():
+    model = make_model()
+    with pytest.raises(ValueError, match="not among them"):
+        zero.DistributedOptimizer(
+            adamw(model.parameters()), named_parameters=list(model.named_parameters())[1:]
+        )
+    with pytest.raises(ValueError, match="pairs"):
+        zero.DistributedOptimizer(adamw(model.parameters()), named_parameters=model.parameters())
+    with pytest.raises(ValueError, match="twice"):
+        zero.DistributedOptimizer(
+            adamw(model.parameters()), [("same", p) for p in model.parameters()]
+        )
+
+
+def test_complex_parameters_are_refused_by_name():
+    model = nn.Linear(2, 2).to(torch.complex64)
+    with pytest.raises(ValueError, match=r"'weight' is torch\.complex64"):
+        wrap(model)
+
+
+def test_a_parameter_cannot_be_added_twice():
+    model, opt = sharded(steps=0)
+    with pytest.raises(ValueError, match="already"):
+        opt.add_param_group({"params": [model.scale]})
+
+
+def test_clipping_reports_what_is_not_finite():
+    model = make_model()
+    opt = wrap(model)
+    (loss_of(model, batch(0, hvd.rank())) * float("nan")).backward()
+    with pytest.raises(zero.NonFiniteError, match="nan"):
+        opt.clip_grad_norm_(1.0, error_if_nonfinite=True)

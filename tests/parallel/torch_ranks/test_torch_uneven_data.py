@@ -1,0 +1,148 @@
+"""Ranks with unequal batches learn what one process learns from all samples."""
+
+from __future__ import annotations
+
+import math
+
+import horovod.torch as hvd
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from training import STAGES, MatrixNet, assert_replicated, assert_same, batch, loss_of, make_model
+
+import zerohvd.torch as zero
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.5, momentum=0.9)
+
+
+def samples_of(step, rank):
+    """Rank 0 has none in the second step."""
+    return 0 if step == 1 and rank == 0 else 1 + (3 * rank + step) % 5
+
+
+def on_all_samples(steps=3):
+    model = make_model(cls=MatrixNet)
+    opt = sgd(model.parameters())
+    for step in range(steps):
+        parts = [batch(step, r, samples_of(step, r)) for r in range(hvd.size())]
+        if not sum(len(p[0]) for p in parts):
+            continue
+        opt.zero_grad()
+        loss_of(model, tuple(torch.cat(t) for t in zip(*parts, strict=True))).backward()
+        opt.step()
+    return model
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("way", ["call", "with", "step"])
+def test_weights_give_the_result_of_the_union(way, stage):
+    if hvd.size() == 1:
+        return  # alone, and without a sample in the second step
+    model = make_model(cls=MatrixNet)
+    opt = zero.DistributedOptimizer(sgd(model.parameters()), stage=stage, bucket_bytes=300)
+    for step in range(3):
+        opt.zero_grad()
+        count = samples_of(step, hvd.rank())
+        data = batch(step, hvd.rank(), count)
+        if way == "call":
+            zero.weight(count)
+            if count:
+                loss_of(model, data).backward()
+            opt.step()
+        elif way == "with":
+            with zero.weight(count):
+                if count:
+                    loss_of(model, data).backward()
+            opt.step()
+        else:
+            if count:
+                with opt.no_sync():
+                    loss_of(model, data).backward()
+            opt.step(weight=count)
+    assert_same(on_all_samples(), model, exact=False)
+    assert_replicated(model)
+
+
+def test_a_weight_after_gradients_have_left_is_refused():
+    model = make_model(cls=MatrixNet)
+    opt = zero.DistributedOptimizer(sgd(model.parameters()), stage=2)
+    loss_of(model, batch(0, hvd.rank())).backward()
+    with pytest.raises(ValueError, match=r"zero\.weight\(n\) before the backward"):
+        opt.step(weight=3)
+    opt.step()
+
+
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf")])
+def test_a_weight_is_a_number_of_samples(value):
+    with pytest.raises(ValueError, match="number >= 0"):
+        zero.weight(value)
+
+
+def test_weights_on_some_ranks_only_are_an_error_on_all():
+    if hvd.size() == 1:
+        return
+    model = make_model(cls=MatrixNet)
+    opt = zero.DistributedOptimizer(sgd(model.parameters()), stage=2)
+    if hvd.rank() == 0:
+        zero.weight(2)
+    loss_of(model, batch(0, hvd.rank())).backward()
+    with pytest.raises(zero.DisagreementError, match="gave a weight"):
+        opt.step()
+
+
+def test_no_samples_at_all_is_an_error_on_all():
+    model = make_model(cls=MatrixNet)
+    opt = zero.DistributedOptimizer(sgd(model.parameters()), stage=2)
+    zero.weight(0)
+    with pytest.raises(ValueError, match="weight 0"):
+        opt.step()
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 7, 10, 16])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_the_sampler_gives_every_sample_once(samples, shuffle):
+    sampler = zero.DistributedSampler(range(samples), shuffle=shuffle)
+    sampler.set_epoch(3)
+    mine = torch.tensor(list(sampler), dtype=torch.int64)
+    assert len(mine) == len(sampler) <= sampler.largest_share
+    everyone = hvd.allgather(mine, name="sampled")
+    assert sorted(everyone.tolist()) == list(range(samples))
+
+
+def test_the_sampler_shuffles_anew_in_every_epoch():
+    sampler = zero.DistributedSampler(range(1000))
+    first = list(sampler)
+    assert list(sampler) == first
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("samples", [1, 5, 9, 13])
+def test_an_epoch_over_an_uneven_dataset(samples, stage):
+    """Full-batch steps: the union of each step's samples is known."""
+    tokens, targets = batch(7, 0, samples)
+    data = TensorDataset(tokens, targets)
+    model = make_model(cls=MatrixNet)
+    opt = zero.DistributedOptimizer(sgd(model.parameters()), stage=stage, bucket_bytes=300)
+    sampler = zero.DistributedSampler(data, shuffle=False)
+    steps = 0
+    for part in zero.even_steps(DataLoader(data, batch_size=2, sampler=sampler)):
+        opt.zero_grad()
+        zero.weight(0 if part is None else len(part[0]))
+        if part is not None:
+            loss_of(model, part).backward()
+        opt.step()
+        steps += 1
+    assert steps == math.ceil(math.ceil(samples / hvd.size()) / 2)
+
+    alone = make_model(cls=MatrixNet)
+    plain = sgd(alone.parameters())
+    for first in range(0, samples, 2 * hvd.size()):
+        plain.zero_grad()
+        end = first + 2 * hvd.size()
+        loss_of(alone, (tokens[first:end], targets[first:end])).backward()
+        plain.step()
+    assert_same(alone, model, exact=False)
