@@ -11,9 +11,13 @@
 if __name__ != "zerohvd.torch":
     raise ImportError(f"import zerohvd.torch, not {__name__}: a second copy would share no state")
 
+import os
+
+from zerohvd.launchers import allow_single_process
 from zerohvd.versions import require_torch
 
 require_torch()
+allow_single_process(os.environ)
 
 from zerohvd.errors import (  # noqa: E402
     DisagreementError,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -10,6 +11,7 @@ import torch
 from horovod.torch import mpi_ops
 
 from zerohvd.collectives import HorovodCollectives, SingleProcess
+from zerohvd.launchers import check_ranks
 from zerohvd.torch import arrays
 
 
@@ -121,6 +123,11 @@ class TorchCollectives(HorovodCollectives):
         started = mpi_ops._allgather_async(_wire(sent), _wire(x), name, self._set)
         return _HorovodHandle(started, sent)
 
+    def broadcast_in_place(self, x: torch.Tensor, root: int = 0, *, name: str) -> None:
+        """Overwrite the contiguous `x` with that of rank `root`; waits for it."""
+        self._note(name, "broadcast", x)
+        mpi_ops.broadcast_(_wire(x), self._set.ranks[root], name=name, process_set=self._set)
+
     def allreduce_start(self, x: torch.Tensor, op: str = "sum", *, name: str) -> Handle:
         """Combine in place. Not for bfloat16."""
         self._note(name, "allreduce", x)
@@ -148,6 +155,7 @@ def join(process_set: Any = None) -> TorchCollectives | LocalCollectives:
     """The collectives of this rank in `process_set` (all ranks unless given)."""
     if not hvd.is_initialized():
         raise RuntimeError("Horovod is not initialised: call horovod.torch.init() first")
+    check_ranks(os.environ, hvd.size())
     members = hvd.global_process_set if process_set is None else process_set
     if members.process_set_id is None:
         raise ValueError(

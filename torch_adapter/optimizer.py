@@ -383,6 +383,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
         if self._synchronized:
             self._end_step()
+        if set_to_none:
+            for section in self._sections:
+                section.reducer.release()
         for param in self._params():
             if param.grad is None:
                 continue
@@ -484,6 +487,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             to: Collect it on this rank only; the others get empty states. None: on every rank.
         """
         state.refuse_horovod_callers("state_dict")
+        if self._entered and self._rounds.passes == 1:
+            raise RuntimeError(
+                "state_dict() was called between backward() and step(), while gradients were on "
+                "their way. Call it after step()."
+            )
         self._entry.check()  # of a step under way
         self._entry.open(STATE, self._params())
         self._entry.check()

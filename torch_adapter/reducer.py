@@ -136,6 +136,11 @@ class GradReducer:
             filled.clear()
         self.begin_step()
 
+    def release(self) -> None:
+        """Free the shards: the forward pass needs the memory for activations, and the next
+        backward pass allocates shards from what it frees of those."""
+        self.shards = [None] * len(self._layout.buckets)
+
     def gradients(self) -> list[torch.Tensor]:
         """Every tensor held here that holds gradients."""
         held = [*self.shards, *self._flats, *(p.sent for p in self._pending)]
@@ -217,11 +222,16 @@ class GradReducer:
         b = pending.bucket
         shard = self.shards[b]
         if shard is None:
-            length = self._layout.buckets[b].span(self._rank).length
-            shard = pending.sent.new_empty(length, dtype=self._shard_dtypes[b])
-            self.shards[b] = shard
+            shard = self.shards[b] = self._new_shard(b, pending.exchange.scratch)
         _combine(shard, pending.exchange.parts, self._factors.after, add=self._fresh[b])
         self._fresh[b] = True
+
+    def _new_shard(self, b: int, scratch: torch.Tensor) -> torch.Tensor:
+        """Memory for the sum; what has been received from the one other rank will do."""
+        length, dtype = self._lengths[b][self._rank], self._shard_dtypes[b]
+        if scratch.numel() == length and scratch.dtype == dtype:
+            return scratch
+        return scratch.new_empty(length, dtype=dtype)
 
 
 def _combine(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 
-from zerohvd.torch.collectives import TorchCollectives, join
+from zerohvd.torch.collectives import TorchCollectives
 from zerohvd.torch.optimizer import DistributedOptimizer, ZeroOptimizer
 
 
@@ -29,18 +28,21 @@ def zeroify(
     sharded = DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters(), stage=stage, **options
     )
-    _broadcast(model, options.get("process_set"))
+    _broadcast(model, sharded)
     return model, sharded
 
 
-def _broadcast(model: torch.nn.Module, process_set: Any) -> None:
+def _broadcast(model: torch.nn.Module, opt: ZeroOptimizer) -> None:
     """After the layouts have been compared: ranks with other models get an error, not a hang."""
-    collectives = join(process_set)
+    collectives = opt.collectives
     if not isinstance(collectives, TorchCollectives):
         return
-    members = hvd.global_process_set if process_set is None else process_set
-    with torch.no_grad():
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            if isinstance(tensor, torch.Tensor) and tensor.numel():
-                tensor.copy_(collectives.broadcast(tensor.detach(), name=f"zero/init/{name}"))
-    assert members.included()
+    flats = [flat for section in opt._sections for flat in section.flat.flats]
+    for index, flat in enumerate(flats):
+        collectives.broadcast_in_place(flat, name=f"zero/init/bucket{index}")
+    sharded = {p for section in opt._sections for p in section.params}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, torch.Tensor) and tensor not in sharded and tensor.numel():
+            contiguous = tensor.detach().contiguous()
+            collectives.broadcast_in_place(contiguous, name=f"zero/init/{name}")
+            tensor.detach().copy_(contiguous)

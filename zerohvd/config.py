@@ -18,7 +18,7 @@ class ZeroConfig:
     stage: int = 2
     """0: plain data parallelism; 1: sharded optimizer state; 2: and gradients; 3: and params."""
 
-    bucket_bytes: int = 8 * MIB
+    bucket_bytes: int = 4 * MIB
     """How many bytes of parameters travel together. Larger means fewer, longer collectives."""
 
     partition: str = "auto"

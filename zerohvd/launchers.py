@@ -10,7 +10,7 @@ A batch system that only reserved nodes has launched nothing: such a process is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 # Step ids at the top of the 32-bit range are Slurm's own steps (batch script, interactive shell,
@@ -208,3 +208,29 @@ def _allocation(environ: Mapping[str, str]) -> str | None:
 def _integer(environ: Mapping[str, str], name: str) -> int | None:
     text = environ.get(name, "")
     return int(text) if text.isdecimal() else None
+
+
+def check_ranks(environ: Mapping[str, str], size: int) -> None:
+    """Raise if the launcher started several ranks and Horovod, of `size`, knows of one only.
+
+    Every process would train on its own then, all of them as rank 0, and overwrite each other's
+    checkpoints: the commonest accident on a cluster, and a silent one.
+    """
+    launcher = detect(environ)
+    if launcher.size is not None and launcher.size > 1 and size == 1:
+        raise RuntimeError(
+            f"{launcher.name} started {launcher.size} ranks ({launcher.evidence}="
+            f"{launcher.size}), but Horovod sees one: the ranks cannot find each other. Use the "
+            "launcher of the MPI that Horovod was built with (srun: --mpi=pmix or --mpi=pmi2, as "
+            "your MPI wants it); `zerohvd doctor` under the same launcher says more."
+        )
+
+
+def allow_single_process(environ: MutableMapping[str, str]) -> None:
+    """Let a script that no launcher started run as the only rank.
+
+    Open MPI starts a daemon of its own for such a process, and aborts where that is not found, as
+    in its wheel from PyPI. A process that stays alone does not need it.
+    """
+    if not detect(environ).launched:
+        environ.setdefault("OMPI_MCA_ess_singleton_isolated", "1")

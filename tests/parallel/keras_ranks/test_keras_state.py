@@ -1,0 +1,159 @@
+"""What ranks hold and move, what is saved, and what is refused."""
+
+import horovod.tensorflow as hvd
+import keras
+import keras_world as world
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import zerohvd.keras as zero
+from zerohvd.collectives import HorovodCollectives
+
+
+def trained(inner, model=None, stage=2, **options):
+    model = model or world.make_model()
+    optimizer = zero.DistributedOptimizer(inner, stage=stage, **options)
+    model.compile(optimizer=optimizer, loss="mse")
+    model.fit(*world.batch(0), batch_size=world.PER_RANK, epochs=2, verbose=0)
+    return model, optimizer
+
+
+def wide_model():
+    keras.utils.set_random_seed(1)
+    return keras.Sequential(
+        [keras.layers.Input((7,)), keras.layers.Dense(4096), keras.layers.Dense(1)]
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_memory_per_rank(stage):
+    model, optimizer = trained(keras.optimizers.Adam(0.01), wide_model(), stage)
+    numel = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
+    report = zero.memory_report(model)
+    ranks = world.SIZE if stage else 1
+    assert report["params"] == 4 * numel
+    assert report["master"] == report["grads"] == 0
+    assert abs(report["optimizer"] - 8 * numel / ranks) <= 0.02 * 8 * numel / ranks
+    slots = [v for v in optimizer.variables if len(v.shape)]
+    assert sum(int(np.prod(v.shape)) for v in slots) == 2 * sum(
+        p.piece.param_span.length for p in optimizer.step.pieces
+    )
+
+
+def test_communication_per_step():
+    model, optimizer = trained(keras.optimizers.Adam(0.01), wide_model())
+    report = zero.communication_report(optimizer)
+    if world.SIZE == 1:
+        assert report["total"].bytes == 0
+        return
+    padded = sum(b.padded for b in optimizer.step.layout.buckets)
+    share = 4 * padded * (world.SIZE - 1) // world.SIZE
+    count = len(optimizer.step.layout.buckets)
+    assert report["reducescatter"] == (count, share)
+    assert report["allgather"] == (count, share)
+    assert report["total"].bytes == 2 * share
+    numel = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
+    assert padded - numel <= 0.02 * numel
+
+
+@pytest.mark.parametrize("name", world.few(["AdamW", "Nadam", "Lamb", "Adafactor"], "Nadam Lamb"))
+def test_saved_models_hold_the_state_of_all_ranks(name, tmp_path_factory):
+    path = _shared_path(tmp_path_factory)
+    model, _ = trained(getattr(keras.optimizers, name)(learning_rate=0.01))
+    zero.save_model(model, path)
+    again = keras.models.load_model(path)
+    assert isinstance(again.optimizer, zero.DistributedOptimizer)
+    x, y = world.batch(1)
+    for m in (model, again):
+        m.fit(x, y, batch_size=world.PER_RANK, epochs=2, verbose=0)
+    world.assert_same(world.weights(again), world.weights(model), bitwise=True)
+    assert int(again.optimizer.iterations) == 4
+
+
+def _shared_path(factory):
+    """Rank 0's folder, for all ranks."""
+    ranks = HorovodCollectives(hvd)
+    return ranks.broadcast_object(str(factory.mktemp("saved") / "model.keras"), name="path")
+
+
+def test_model_save_refuses_to_store_a_shard(tmp_path):
+    model, _ = trained(keras.optimizers.Adam(0.01))
+    model.save_weights(tmp_path / "w.weights.h5")
+    before = world.weights(model)
+    model.fit(*world.batch(1), batch_size=world.PER_RANK, verbose=0)
+    model.load_weights(tmp_path / "w.weights.h5")
+    world.assert_same(world.weights(model), before)
+    if world.SIZE == 1:
+        model.save(tmp_path / "m.keras")
+        return
+    with pytest.raises(zero.ShardedStateError, match="save_model"):
+        model.save(tmp_path / "m.keras")
+
+
+def test_checkpoint_callback(tmp_path_factory):
+    path = _shared_path(tmp_path_factory).replace("model", "model-{epoch}")
+    model = world.make_model()
+    optimizer = keras.optimizers.LossScaleOptimizer(
+        zero.DistributedOptimizer(keras.optimizers.Adam(0.01))
+    )
+    model.compile(optimizer=optimizer, loss="mse")
+    saver = zero.callbacks.Checkpoint(path, monitor="loss", save_best_only=True)
+    model.fit(
+        *world.batch(0), batch_size=world.PER_RANK, epochs=2, verbose=0,
+        callbacks=[zero.callbacks.MetricAverage(), saver],
+    )  # fmt: skip
+    again = keras.models.load_model(path.format(epoch=2))
+    world.assert_same(world.weights(again), world.weights(model))
+    assert float(again.optimizer.dynamic_scale) == float(optimizer.dynamic_scale)
+
+
+def test_plain_optimizer_has_the_whole_state():
+    make = keras.optimizers.Adam
+    model, oracle = world.make_model(), make(0.01)
+    world.loop(model, oracle, reduce=True)
+    _, optimizer = world.sharded(lambda: make(0.01))
+    plain = zero.plain_optimizer(optimizer)
+    assert (plain is None) == (world.RANK != 0)
+    if plain is not None:
+        got = [np.asarray(v, "float64") for v in plain.variables]
+        expected = [np.asarray(v, "float64") for v in oracle.variables]
+        for g, e in zip(got, expected, strict=True):
+            np.testing.assert_allclose(g, e, rtol=1e-5, atol=1e-9)
+
+
+def test_config_round_trip():
+    optimizer = zero.DistributedOptimizer(
+        keras.optimizers.LossScaleOptimizer(keras.optimizers.AdamW(0.02, clipnorm=1.0)),
+        stage=1,
+        bucket_bytes=1 << 16,
+    )
+    again = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
+    assert again.get_config() == optimizer.get_config()
+    assert again.config == optimizer.config and again.clipnorm == 1.0
+
+
+def test_ranks_that_disagree_get_an_error_on_every_rank():
+    if world.SIZE == 1:
+        pytest.skip("needs two ranks")
+    width = 4 + (world.RANK == world.SIZE - 1)
+    variable = keras.Variable(np.ones(width, "float32"), name="w")
+    optimizer = zero.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    with pytest.raises(zero.DisagreementError, match="disagree"):
+        optimizer.build([variable])
+
+
+def test_two_optimizers_in_one_step():
+    """As for a GAN: their operations must not be taken for each other's."""
+    a, b = (keras.Variable(np.ones(5, "float32"), name=n) for n in "ab")
+    first, second = (zero.DistributedOptimizer(keras.optimizers.SGD(1.0)) for _ in "ab")
+
+    @tf.function
+    def step(grad):
+        first.apply([grad], [a])
+        second.apply([grad * 2.0], [b])
+
+    step(tf.fill([5], float(world.RANK)))
+    mean = (world.SIZE - 1) / 2
+    np.testing.assert_allclose(a.numpy(), 1 - mean, rtol=1e-6)
+    np.testing.assert_allclose(b.numpy(), 1 - 2 * mean, rtol=1e-6)

@@ -1,0 +1,81 @@
+"""What the Keras adapter says before any training, in one process."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("keras")
+pytest.importorskip("horovod.tensorflow")
+
+
+def _python(code, **env):
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_another_backend_is_refused_with_the_setting_to_make():
+    result = _python("import zerohvd.keras", KERAS_BACKEND="jax")
+    assert result.returncode != 0
+    assert "KERAS_BACKEND=tensorflow" in result.stderr
+
+
+def test_one_copy_of_the_adapter():
+    result = _python("import tf_adapter")
+    assert "import zerohvd.keras" in result.stderr
+
+
+@pytest.fixture(scope="module")
+def zero():
+    # One process without a launcher: some MPI installations cannot start one of those.
+    os.environ.setdefault("HOROVOD_CONTROLLER", "gloo")
+    os.environ.setdefault("HOROVOD_CPU_OPERATIONS", "gloo")
+    import horovod.tensorflow as hvd
+
+    hvd.init()
+    import zerohvd.keras
+
+    return zerohvd.keras
+
+
+def test_wrong_settings_say_what_to_do(zero):
+    import keras
+
+    adam = keras.optimizers.Adam
+    with pytest.raises(ValueError, match="stage must be one of"):
+        zero.DistributedOptimizer(adam(), stage=7)
+    with pytest.raises(ValueError, match="stages 0 to 2"):
+        zero.DistributedOptimizer(adam(), stage=3)
+    with pytest.raises(TypeError, match="wrap it once"):
+        zero.DistributedOptimizer(zero.DistributedOptimizer(adam()))
+    with pytest.raises(ValueError, match="use one of grad_clip"):
+        zero.DistributedOptimizer(adam(clipnorm=1.0), grad_clip=1.0)
+    built = adam()
+    built.build([keras.Variable([1.0])])
+    with pytest.raises(ValueError, match="from_config"):
+        zero.DistributedOptimizer(built)
+    with pytest.raises(ValueError, match="number >= 0"):
+        zero.weight(-1)
+    with pytest.raises(ValueError, match="not built yet"):
+        zero.memory_report(zero.DistributedOptimizer(adam()))
+    with pytest.raises(TypeError, match="DistributedOptimizer"):
+        zero.communication_report(adam())
+
+
+def test_public_names(zero):
+    assert all(hasattr(zero, name) for name in zero.__all__)
+
+
+def test_datasets_must_be_batched_pairs(zero):
+    import tensorflow as tf
+
+    with pytest.raises(ValueError, match="batch_size"):
+        zero.shard_dataset(tf.data.Dataset.from_tensor_slices(([1.0], [1.0])))
+    with pytest.raises(ValueError, match="sample_weight"):
+        zero.shard_dataset(tf.data.Dataset.from_tensors([1.0]))

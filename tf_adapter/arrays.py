@@ -1,0 +1,73 @@
+"""The tensor operations that `zerohvd.collectives.HorovodCollectives` needs, for TensorFlow.
+
+Works eagerly and, where the shapes are static, inside a tf.function.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+
+def dtype_name(x) -> str:
+    return x.dtype.base_dtype.name
+
+
+def numel(x) -> int:
+    if x.shape.is_fully_defined():
+        return math.prod(x.shape)
+    raise ValueError(f"expected a tensor of static shape, got {x.shape} for {x!r}")
+
+
+def itemsize(x) -> int:
+    return x.dtype.base_dtype.size
+
+
+def bits(x):
+    """A 16-bit float as integers, bit by bit: Horovod moves those but not bfloat16."""
+    return tf.bitcast(x, tf.int16)
+
+
+def unbits(x):
+    return tf.bitcast(x, tf.bfloat16)
+
+
+def float32(x):
+    return tf.cast(x, tf.float32)
+
+
+def bfloat16(x):
+    return tf.cast(x, tf.bfloat16)
+
+
+def flatten(x):
+    return tf.reshape(x, [-1])
+
+
+def reshape_like(x, like):
+    return tf.reshape(x, like.shape if like.shape.is_fully_defined() else tf.shape(like))
+
+
+def sum_parts(x, n: int):
+    """The sum of the `n` equal parts that `x` is a concatenation of, added in their order."""
+    # n may be 1 or x empty; add_n's order of additions is not documented, a chain of adds is.
+    parts = tf.split(x, n, axis=0)
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def splits(seq: Sequence[int]):
+    return tf.constant(list(seq), tf.int32)
+
+
+def from_numpy(x: np.ndarray):
+    return tf.convert_to_tensor(x)
+
+
+def to_numpy(x) -> np.ndarray:
+    return x.numpy() if tf.is_tensor(x) or isinstance(x, tf.Variable) else np.asarray(x)

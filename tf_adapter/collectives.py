@@ -1,0 +1,227 @@
+"""Horovod's operations as a training step needs them: named, of static shape, graph-safe.
+
+They run eagerly or are traced into a tf.function. Python cannot count what a graph does later, so
+what an operation moves is noted in a `Plan` when it is called or traced; a part of the plan that
+sits in a branch (`Plan.section`) notes at run time that it ran.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from zerohvd.collectives import HorovodCollectives
+from zerohvd.commlog import CommLog, CommunicationReport
+from zerohvd.keras import arrays
+
+_NARROW = (tf.float16, tf.bfloat16)
+# What is agreed upon (counts, flags, norms) is small and may be constant; gradients are neither.
+_SMALL = 4096
+
+
+class _Planned(NamedTuple):
+    name: str
+    op: str
+    dtype: str
+    elements: int
+    nbytes: int
+    moved: int | None
+
+
+class _Section:
+    """Operations that run together, or not at all."""
+
+    def __init__(self, ran: tf.Variable | None) -> None:
+        self.planned: list[_Planned] = []
+        self.measured: list[Callable[[CommLog], None]] = []
+        self.ran = ran  # the number of the last step that ran it; None: every step does
+
+
+class Plan:
+    """What one step moves."""
+
+    def __init__(self, size: int, step: tf.Variable, marks: dict[str, tf.Variable]) -> None:
+        self._size = size
+        self._step = step
+        self._marks = marks  # outlives the plan: a graph that was traced earlier writes to them
+        self._sections = {"": _Section(None)}
+        self._current = ""
+
+    @contextlib.contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """Plan the operations of a branch; to be entered inside the branch."""
+        mark = self._mark(name)
+        mark.assign(self._step)
+        self._sections[name] = _Section(mark)
+        before, self._current = self._current, name
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def add(self, name: str, op: str, x: Any, moved: int | None = None) -> None:
+        elements = arrays.numel(x)
+        nbytes = elements * arrays.itemsize(x)
+        planned = _Planned(name, op, arrays.dtype_name(x), elements, nbytes, moved)
+        self._sections[self._current].planned.append(planned)
+
+    def add_gathered_rows(self, name: str, x: Any, count: Any) -> None:
+        """An allgather of as many rows as only the running step knows."""
+        rows = self._mark(f"{name}/rows")
+        rows.assign(tf.cast(count, tf.int64))
+        row = arrays.itemsize(x)
+        for d in x.shape[1:]:
+            row *= d
+        moved_each, dtype, others = row, arrays.dtype_name(x), self._size - 1
+
+        def measure(log: CommLog) -> None:
+            own = int(rows.numpy()) * moved_each
+            log.add(name, "allgather", dtype, own // arrays.itemsize(x), own, moved=own * others)
+
+        self._sections[self._current].measured.append(measure)
+
+    def log(self) -> CommLog:
+        """What the most recent step moved."""
+        log = CommLog(self._size)
+        for section in self._sections.values():
+            if section.ran is not None and int(section.ran) != int(self._step):
+                continue
+            for planned in section.planned:
+                log.add(*planned)
+            for measure in section.measured:
+                measure(log)
+        return log
+
+    def report(self) -> CommunicationReport:
+        return self.log().report()
+
+    def _mark(self, name: str) -> tf.Variable:
+        if name not in self._marks:
+            with tf.init_scope():
+                self._marks[name] = tf.Variable(-1, dtype=tf.int64, trainable=False, name="mark")
+        return self._marks[name]
+
+
+class Wire:
+    """The ranks of one process set, joined by horovod.tensorflow."""
+
+    def __init__(self, process_set: Any = None) -> None:
+        # Checks Horovod and the process set; also what the eager agreements at build go through.
+        self.eager = HorovodCollectives(hvd, process_set)
+        self.rank, self.size = self.eager.rank, self.eager.size
+        self._set = hvd.global_process_set if process_set is None else process_set
+        with tf.init_scope():
+            self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
+            self._kept = tf.Variable(0.0, trainable=False, name="kept")
+            self._zero = tf.Variable(0.0, trainable=False, name="zero")
+        self._marks: dict[str, tf.Variable] = {}
+        self.plan = self.new_plan()
+
+    def new_plan(self) -> Plan:
+        self.plan = Plan(self.size, self.step, self._marks)
+        return self.plan
+
+    def keep(self, x: Any) -> None:
+        """Make sure that what computes `x` runs although this rank has no use for it.
+
+        TensorFlow drops an operation whose result nobody reads, and does not know that the other
+        ranks are waiting in it.
+        """
+        if self.size > 1 and not tf.executing_eagerly():
+            self._kept.assign(tf.cast(tf.reduce_sum(tf.reshape(x, [-1])[:1]), tf.float32))
+
+    def live(self, x: Any) -> Any:
+        """The same values, but no constant to TensorFlow.
+
+        It evaluates operations on constants while it optimizes the graph, the collectives of this
+        rank included, at a time when the other ranks are elsewhere.
+        """
+        if self.size == 1 or tf.executing_eagerly():
+            return x
+        return x + tf.cast(self._zero, x.dtype)
+
+    def reducescatter(self, x: Any, lengths: Sequence[int], name: str) -> Any:
+        """The sum over the ranks of this rank's part of `x`; 16-bit floats are added in float32.
+
+        Args:
+            x: 1-D.
+            lengths: How much of it each rank keeps.
+        """
+        if self.size == 1:
+            return tf.cast(x, tf.float32) if x.dtype in _NARROW else x
+        kept = lengths[self.rank] * arrays.itemsize(x)
+        total = sum(lengths) * arrays.itemsize(x)
+        self.plan.add(name, "reducescatter", x, moved=total - kept)
+        if x.dtype in _NARROW or len(set(lengths)) > 1:
+            # The same bytes as a reducescatter, which knows neither bfloat16 nor uneven parts,
+            # and would round 16-bit sums after every rank.
+            return self._exchange_and_add(x, lengths, name)
+        out = hvd.reducescatter(x, op=hvd.Sum, **self._how(name))
+        out.set_shape([lengths[self.rank]])
+        return out
+
+    def allreduce(self, x: Any, name: str, op: str = "sum") -> Any:
+        """`x` combined over the ranks; 16-bit floats are added, and come back, in float32."""
+        if x.dtype in _NARROW:
+            # A reducescatter and an allgather, which is what an allreduce moves.
+            flat = arrays.flatten(x)
+            share = -(-arrays.numel(x) // self.size)
+            padded = tf.pad(flat, [[0, share * self.size - arrays.numel(x)]])
+            mine = self.reducescatter(padded, [share] * self.size, f"{name}/reducescatter")
+            mine = tf.cast(mine, x.dtype)
+            full = self.allgather(mine, [share] * self.size, f"{name}/allgather")
+            return tf.reshape(tf.cast(full[: arrays.numel(x)], tf.float32), x.shape)
+        if self.size == 1:
+            return x
+        if arrays.numel(x) < _SMALL:
+            x = self.live(x)
+        self.plan.add(name, "allreduce", x)
+        ops = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
+        out = hvd.allreduce(x, op=ops[op], **self._how(name))
+        out.set_shape(x.shape)
+        return out
+
+    def allgather(self, x: Any, lengths: Sequence[int], name: str) -> Any:
+        """The parts of all ranks, which are `lengths` long, in rank order."""
+        if self.size == 1:
+            return x
+        out = self._gather(x, name)
+        out.set_shape([sum(lengths)])
+        own = lengths[self.rank] * arrays.itemsize(x)
+        self.plan.add(name, "allgather", out, moved=own * (self.size - 1))
+        return out
+
+    def allgather_rows(self, x: Any, name: str) -> Any:
+        """The rows of all ranks; how many each has, only the running step knows."""
+        if self.size == 1:
+            return x
+        self.plan.add_gathered_rows(name, x, tf.shape(x)[0])
+        out = self._gather(x, name)
+        out.set_shape([None, *x.shape[1:]])
+        return out
+
+    def _how(self, name: str) -> dict[str, Any]:
+        # Ranks find each other by name. TensorFlow numbers the scopes of branches and loops when
+        # it inlines them, on each rank differently: the scope must stay out of the name, and so
+        # must the slashes that make one.
+        name = name.replace("/", ".")
+        return {"name": name, "ignore_name_scope": True, "process_set": self._set}
+
+    def _gather(self, x: Any, name: str) -> Any:
+        bits = arrays.bits(x) if x.dtype == tf.bfloat16 else x
+        out = hvd.allgather(bits, **self._how(name))
+        return arrays.unbits(out) if x.dtype == tf.bfloat16 else out
+
+    def _exchange_and_add(self, x: Any, lengths: Sequence[int], name: str) -> Any:
+        bits = arrays.bits(x) if x.dtype == tf.bfloat16 else x
+        splits = arrays.splits(lengths)
+        out, _ = hvd.alltoall(bits, splits=splits, **self._how(name))
+        out = arrays.unbits(out) if x.dtype == tf.bfloat16 else out
+        out.set_shape([self.size * lengths[self.rank]])
+        if x.dtype in _NARROW:
+            out = tf.cast(out, tf.float32)
+        return arrays.sum_parts(out, self.size)

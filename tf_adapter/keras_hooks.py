@@ -1,0 +1,181 @@
+"""The few places where Keras itself has to know that an optimizer is distributed.
+
+Each wraps a public method and leaves every other optimizer alone.
+
+`LossScaleOptimizer.apply` looks for overflows on its own rank and branches: ranks would take
+different branches around our collectives. Where it wraps a DistributedOptimizer (by hand, or by
+`compile` under mixed_float16), the check moves behind the reduction and all ranks agree on it.
+
+`LossScaleOptimizer.save_own_variables` stores the inner optimizer's variables too, which here are
+one rank's share.
+
+`Model.compile` switches XLA on where it can; Horovod has no such operations in XLA.
+
+`Model.save_weights` stores the optimizer's state along with the weights: one rank cannot do that,
+so the state stays out of it.
+
+`Model.fit`, `evaluate` and `predict` draw progress bars: on rank 0 only, unless asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+
+_models: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+_installed = False
+
+
+def install() -> None:
+    """Wrap the methods, once."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    scaler = keras.optimizers.LossScaleOptimizer
+    scaler.apply = _scaled_apply(scaler.apply)
+    scaler.save_own_variables = _save_scaler(scaler.save_own_variables)
+    scaler.load_own_variables = _load_scaler(scaler.load_own_variables)
+    _wrap_model_method("compile", _compile)
+    _wrap_model_method("save_weights", _save_weights)
+    for name in ("fit", "evaluate", "predict"):
+        _wrap_model_method(name, _quiet)
+
+
+def _wrap_model_method(name: str, wrap: Any) -> None:
+    # Where it is defined: to load_model, a Model.compile of its own would be a user's.
+    owner = next(cls for cls in keras.Model.__mro__ if name in vars(cls))
+    setattr(owner, name, wrap(vars(owner)[name]))
+
+
+def unwrap(optimizer: Any) -> Any:
+    """The DistributedOptimizer that `optimizer` is or wraps, or None."""
+    from zerohvd.keras.optimizer import DistributedOptimizer
+
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        optimizer = optimizer.inner_optimizer
+    return optimizer if isinstance(optimizer, DistributedOptimizer) else None
+
+
+def other_state(optimizer: Any) -> list[Any]:
+    """What else in the optimizer's model must start alike: statistics, but no random seeds."""
+    found = _models.get(optimizer)
+    model = found() if found is not None else None
+    if model is None:
+        return []
+    return [v for v in model.non_trainable_variables if "float" in str(v.dtype)]
+
+
+def refuse_xla() -> None:
+    """Raise if the caller is being compiled by XLA, before it fails with a riddle."""
+    graph = tf.compat.v1.get_default_graph() if not tf.executing_eagerly() else None
+    while graph is not None:
+        context = graph._get_control_flow_context()
+        while context is not None:
+            if context.IsXLAContext():
+                raise ValueError(
+                    "Horovod has no XLA operations for sharded training: use "
+                    "tf.function(jit_compile=False) around opt.apply, and "
+                    "model.compile(..., jit_compile=False)"
+                )
+            context = context.outer_context
+        graph = getattr(graph, "outer_graph", None)
+
+
+def _scaled_apply(original: Any) -> Any:
+    @functools.wraps(original)
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+        inner = unwrap(self)
+        if inner is None:
+            original(self, grads, trainable_variables)
+            return
+        if inner.scaler is not None:
+            raise ValueError(
+                "the loss is scaled twice: by the LossScaleOptimizer inside the "
+                "DistributedOptimizer and by the one around it; keep one of them"
+            )
+        if not self.built:
+            self.build(trainable_variables)
+        inner.apply_scaled(grads, trainable_variables, self)
+
+    return apply
+
+
+def _compile(original: Any) -> Any:
+    @functools.wraps(original)
+    def compile_(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        inner = unwrap(getattr(self, "optimizer", None))
+        if inner is None:
+            return result
+        _models[inner] = weakref.ref(self)
+        if inner.scaler is not None:
+            self.optimizer = inner  # compile wrapped it once more
+        if self.jit_compile:
+            self.jit_compile = False
+            print("zerohvd: jit_compile is off for this model: Horovod has no XLA operations.")
+        return result
+
+    return compile_
+
+
+def _save_scaler(original: Any) -> Any:
+    @functools.wraps(original)
+    def save_own_variables(self: Any, store: Any) -> None:
+        if unwrap(self) is None:
+            original(self, store)
+            return
+        for index, variable in enumerate(self._variables):
+            store[str(index)] = variable.numpy()
+
+    return save_own_variables
+
+
+def _load_scaler(original: Any) -> Any:
+    @functools.wraps(original)
+    def load_own_variables(self: Any, store: Any) -> None:
+        if unwrap(self) is None:
+            original(self, store)
+            return
+        for index, variable in enumerate(self._variables):
+            variable.assign(store[str(index)])
+
+    return load_own_variables
+
+
+def verbose() -> str | int:
+    """For `fit(verbose=...)` and the like: a progress bar on rank 0, silence elsewhere."""
+    return "auto" if hvd.rank() == 0 else 0
+
+
+def _quiet(original: Any) -> Any:
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "verbose" not in kwargs and unwrap(getattr(self, "optimizer", None)) is not None:
+            names = list(inspect.signature(original).parameters)
+            if names.index("verbose") > len(args):
+                kwargs["verbose"] = verbose()
+        return original(self, *args, **kwargs)
+
+    return method
+
+
+def _save_weights(original: Any) -> Any:
+    @functools.wraps(original)
+    def save_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
+        optimizer = unwrap(getattr(self, "optimizer", None))
+        if optimizer is None:
+            return original(self, *args, **kwargs)
+        optimizer.saved_state = {}
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            optimizer.saved_state = None
+
+    return save_weights

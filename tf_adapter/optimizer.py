@@ -1,0 +1,393 @@
+"""DistributedOptimizer: a Keras optimizer whose state is shared out among the ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from zerohvd.agreement import check_agreement
+from zerohvd.config import MIB, ZeroConfig
+from zerohvd.errors import ShardedStateError
+from zerohvd.keras import broadcasting, keras_hooks, partition, state, weighting
+from zerohvd.keras.collectives import Wire
+from zerohvd.keras.pieces import NARROW, PieceVariable, tf_variable, variable_path
+from zerohvd.keras.step import Step
+from zerohvd.launchers import detect
+from zerohvd.layout import Layout, ParamSpec, build_layout
+
+# glibc gives blocks beyond this back to the system, and takes a page fault for each of their
+# pages in every step: a collective on 64 MiB was measured six times slower than four on 16 MiB.
+_CHUNK_BYTES = 32 * MIB
+_NO_CHUNKS = 1 << 62
+
+_DELEGATED = (
+    "weight_decay",
+    "clipnorm",
+    "global_clipnorm",
+    "clipvalue",
+    "use_ema",
+    "ema_momentum",
+    "ema_overwrite_frequency",
+    "loss_scale_factor",
+    "gradient_accumulation_steps",
+)
+
+
+@keras.saving.register_keras_serializable(package="zerohvd", name="DistributedOptimizer")
+class DistributedOptimizer(keras.optimizers.Optimizer):
+    """Wraps a Keras optimizer: same options and results, 1/N of its state per rank.
+
+    Use it wherever the optimizer was used: `compile`, `apply_gradients`, `apply`. Options such as
+    `clipnorm`, `use_ema` or `gradient_accumulation_steps`, and the learning rate, stay with the
+    wrapped optimizer and are read and set through this one.
+
+    Args:
+        inner_optimizer: An optimizer that is not built yet; a LossScaleOptimizer around one, too.
+        stage: 0: plain data parallelism; 1: sharded optimizer state; 2: and accumulated gradients.
+        bucket_bytes: How many bytes of variables travel together.
+        partition: "flat" cuts anywhere, "parameter" keeps variables whole, "auto" chooses.
+        reduce_dtype: Gradients travel in this dtype; None: in that of their variable.
+        master_dtype: Shards are updated in this dtype; None: float32 for 16-bit variables.
+        grad_clip: Clip to this global norm; the same as the inner optimizer's `global_clipnorm`.
+        broadcast: Give all ranks the weights of rank 0 when the optimizer is built.
+        process_set: The ranks that take part; all of them unless given.
+        name: Of this optimizer.
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: keras.optimizers.Optimizer | str | dict,
+        *,
+        stage: int = 2,
+        bucket_bytes: int = 8 * MIB,
+        partition: str = "auto",
+        reduce_dtype: str | None = None,
+        master_dtype: str | None = None,
+        grad_clip: float | None = None,
+        broadcast: bool = True,
+        process_set: Any = None,
+        name: str | None = None,
+    ) -> None:
+        config = ZeroConfig(
+            stage=stage,
+            bucket_bytes=bucket_bytes,
+            partition=partition,
+            reduce_dtype=reduce_dtype,
+            master_dtype=master_dtype,
+            grad_clip=grad_clip,
+        )
+        optimizer = keras.optimizers.get(inner_optimizer)
+        _check_inner(optimizer, config)
+        super().__init__(learning_rate=0.0, name=name or f"zero_{optimizer.name}")
+        self.config = config
+        scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        self.scaler = optimizer if scaled else None
+        self.inner_optimizer = optimizer.inner_optimizer if scaled else optimizer
+        self.broadcast = broadcast
+        self._process_set = process_set
+        self._iterations = self.inner_optimizer._iterations
+        self.step: Step | None = None
+        # What is stored while a model is being saved; None: nobody has collected it.
+        self.saved_state: dict[str, Any] | None = None
+        # Keras saves every optimizer it finds in an attribute; the whole state is saved by us.
+        for part in (self.inner_optimizer, self.scaler):
+            if part is not None:
+                part.save_own_variables = part.load_own_variables = lambda store: None
+        keras_hooks.install()
+
+    # -- build ------------------------------------------------------------------------------------
+
+    @tf.autograph.experimental.do_not_convert
+    def build(self, variables: Sequence[Any]) -> None:
+        """Lay out `variables`, on all ranks at the same time, and create this rank's state."""
+        if self.step is not None:
+            return
+        variables = list(variables)
+        with tf.init_scope():
+            wire = Wire(self._process_set)
+            _check_launch(wire)
+            layout = self._layout(variables, wire)
+            settings = {
+                **self.config.as_dict(),
+                "optimizer": type(self.inner_optimizer).__name__,
+                "config": self.inner_optimizer.get_config(),
+            }
+            check_agreement(wire.eager, layout, settings)
+            if self.broadcast:
+                broadcasting.broadcast_variables(
+                    [*variables, *keras_hooks.other_state(self)], wire.eager
+                )
+            pieces = self._pieces(layout, variables, wire)
+            self._build_inner(pieces)
+            self.step = Step(self.inner_optimizer, self.config, layout, wire, variables, pieces)
+        self._trainable_variables.extend(variables)
+        for index, variable in enumerate(variables):
+            self._trainable_variables_indices[self._var_key(variable)] = index
+        self.built = True
+
+    def _layout(self, variables: Sequence[Any], wire: Wire) -> Layout:
+        sharded = self.config.stage > 0
+        how = partition.choose(self.inner_optimizer, self.config.partition)
+        whole = how == "parameter" or not sharded or wire.size == 1
+        return build_layout(
+            _specs(variables),
+            wire.size if sharded else 1,
+            bucket_bytes=self.config.bucket_bytes,
+            partition=how,
+            chunk_bytes=_NO_CHUNKS if whole else max(_CHUNK_BYTES, self.config.bucket_bytes),
+        )
+
+    def _pieces(self, layout: Layout, variables: Sequence[Any], wire: Wire) -> list[PieceVariable]:
+        pieces: list[PieceVariable] = []
+        chunks: dict[int, int] = {}
+        for piece in layout.pieces(wire.rank if layout.size > 1 else 0):
+            spec = layout.params[piece.param]
+            dtype = self.config.master_dtype or ("float32" if spec.dtype in NARROW else spec.dtype)
+            chunk = chunks.get(piece.param, 0)
+            chunks[piece.param] = chunk + 1
+            pieces.append(PieceVariable(variables[piece.param], spec, piece, dtype, chunk))
+            if dtype != spec.dtype:
+                pieces[-1].make_master()
+        return pieces
+
+    def _build_inner(self, pieces: list[PieceVariable]) -> None:
+        inner = self.inner_optimizer
+        excluded = getattr(inner, "_exclude_from_weight_decay", None)
+        if excluded:
+            excluded.update(
+                p._unique_id for p in pieces if tf_variable(p.variable)._unique_id in excluded
+            )
+        for piece in pieces:
+            piece.load()  # some optimizers start from the values
+        steps = inner.gradient_accumulation_steps
+        if self.config.stage < 2:
+            inner.gradient_accumulation_steps = None  # the step adds up whole gradients itself
+        try:
+            with tf.name_scope(inner.name):
+                (self.scaler or inner).build(pieces)
+        finally:
+            inner.gradient_accumulation_steps = steps
+        inner.built = True
+        for piece in pieces:
+            piece.finish_build()
+
+    # -- apply ------------------------------------------------------------------------------------
+
+    @tf.autograph.experimental.do_not_convert
+    def apply_gradients(self, grads_and_vars: Any) -> Any:
+        grads, variables = zip(*grads_and_vars, strict=True)
+        self.apply(grads, variables)
+        return self._iterations
+
+    @tf.autograph.experimental.do_not_convert
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Average `grads` over the ranks and update the variables they belong to."""
+        self.apply_scaled(grads, trainable_variables, self.scaler)
+
+    @tf.autograph.experimental.do_not_convert
+    def apply_scaled(
+        self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None, scaler: Any
+    ) -> None:
+        """`apply` for gradients of a loss that `scaler` (a LossScaleOptimizer or None) scaled."""
+        grads = list(grads)
+        if not grads:
+            return
+        keras_hooks.refuse_xla()
+        if trainable_variables is None:
+            if not self.built:
+                raise ValueError(
+                    "apply(grads) without variables needs a built optimizer: pass the variables, "
+                    "or call build(variables) first"
+                )
+            trainable_variables = self._trainable_variables
+        trainable_variables = list(trainable_variables)
+        if not self.built:
+            self.build(trainable_variables)
+        self._check_variables_are_known(trainable_variables)
+        aligned: list[Any] = [None] * len(self._trainable_variables)
+        for grad, variable in zip(grads, trainable_variables, strict=True):
+            aligned[self._get_variable_index(variable)] = grad
+        self._agree_on_present(aligned)
+        with tf.name_scope(self.name):
+            self.step.run(aligned, scaler, weighting.take())
+
+    def _agree_on_present(self, grads: Sequence[Any]) -> None:
+        """Which variables have gradients on any rank; the first step decides, on all ranks."""
+        mine = [i for i, g in enumerate(grads) if g is not None]
+        if self.step.present is None:
+            with tf.init_scope():
+                found = self.step.wire.eager.allgather_object(mine, name="zero/agree/present")
+            self.step.present = frozenset(i for indices in found for i in indices)
+            self._filter_empty_gradients(
+                [i if i in self.step.present else None for i in range(len(grads))],
+                self._trainable_variables,
+            )
+        late = [i for i in mine if i not in self.step.present]
+        if late:
+            names = [variable_path(self._trainable_variables[i]) for i in late]
+            raise ValueError(
+                f"gradients for {names} came after a first step without them on any rank; "
+                "give the optimizer all variables that it will ever update in the first step, "
+                "or use one optimizer per group of variables"
+            )
+
+    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
+        if self.use_ema and self.step is not None:
+            self.step.wire.new_plan()
+            self.step.write_averages()
+
+    # -- what belongs to the inner optimizer ------------------------------------------------------
+
+    @property
+    def variables(self) -> list[Any]:
+        """This rank's state: counters, the learning rate and its share of the slots."""
+        own = self._variables_of_scaler()
+        return own + self.inner_optimizer.variables
+
+    def _variables_of_scaler(self) -> list[Any]:
+        return list(self.scaler._variables) if self.scaler is not None else []
+
+    @property
+    def learning_rate(self) -> Any:
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        self.inner_optimizer.learning_rate = value
+
+    @property
+    def iterations(self) -> Any:
+        return self.inner_optimizer.iterations
+
+    def scale_loss(self, loss: Any) -> Any:
+        return (self.scaler or self.inner_optimizer).scale_loss(loss)
+
+    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
+        if self.step is not None:
+            raise ValueError("exclude_from_weight_decay must be called before the first step")
+        self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
+
+    def __getattr__(self, name: str) -> Any:
+        # Only what is found nowhere else comes here: beta_1, momentum and the like.
+        if name.startswith("_") or "inner_optimizer" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.inner_optimizer, name)
+
+    # -- saving -----------------------------------------------------------------------------------
+
+    def save_own_variables(self, store: Any) -> None:
+        """Called by `model.save`; needs the whole state, which `zero.save_model` collects."""
+        if self.step is None:
+            return
+        whole = self.saved_state
+        if whole is None:
+            if self.step.wire.size > 1 and self.config.stage > 0:
+                raise ShardedStateError(
+                    "model.save() would store this rank's share of the optimizer state as if it "
+                    "were everything. Call zero.save_model(model, path) on all ranks instead "
+                    "(rank 0 writes), add zero.callbacks.Checkpoint(path) to fit, or store the "
+                    "weights alone with model.save_weights(path), which any rank can do."
+                )
+            whole = state.local_state(self)
+        for key, value in whole.items():
+            store[key] = value
+
+    def load_own_variables(self, store: Any) -> None:
+        """Take this rank's share of a state saved at any number of ranks."""
+        if not list(store.keys()):
+            return  # saved by save_weights, which leaves the state out
+        if self.step is None:
+            raise ShardedStateError(
+                "the optimizer must be built before its state is loaded: call "
+                "opt.build(model.trainable_variables) on all ranks"
+            )
+        state.load_state(self, {key: store[key] for key in store.keys()})  # noqa: SIM118
+
+    def get_config(self) -> dict[str, Any]:
+        serialized = keras.saving.serialize_keras_object(self.scaler or self.inner_optimizer)
+        return {
+            "inner_optimizer": serialized,
+            **self.config.as_dict(),
+            "broadcast": self.broadcast,
+            "name": self.name,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        config = dict(config)
+        inner = keras.saving.deserialize_keras_object(
+            config.pop("inner_optimizer"), custom_objects=custom_objects
+        )
+        return cls(inner, **config)
+
+
+def _delegate(name: str) -> property:
+    def get(self: DistributedOptimizer) -> Any:
+        inner = self.__dict__.get("inner_optimizer")
+        return None if inner is None else getattr(inner, name)
+
+    def set_(self: DistributedOptimizer, value: Any) -> None:
+        # keras.Optimizer.__init__ sets its defaults before there is an inner optimizer.
+        if "inner_optimizer" in self.__dict__:
+            setattr(self.inner_optimizer, name, value)
+
+    return property(get, set_, doc=f"The inner optimizer's `{name}`.")
+
+
+for _name in _DELEGATED:
+    setattr(DistributedOptimizer, _name, _delegate(_name))
+
+
+def _check_inner(optimizer: Any, config: ZeroConfig) -> None:
+    if isinstance(optimizer, DistributedOptimizer):
+        raise TypeError(
+            f"the optimizer is a DistributedOptimizer already ({optimizer.name!r}): wrap it once"
+        )
+    if config.stage > 2:
+        raise ValueError(
+            "DistributedOptimizer does stages 0 to 2; stage 3 shards the model's variables too"
+        )
+    if optimizer.built:
+        raise ValueError(
+            f"optimizer {optimizer.name!r} is built: it holds its full state already. Wrap a new "
+            f"one: {type(optimizer).__name__}.from_config(optimizer.get_config())"
+        )
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if config.grad_clip and (inner.clipnorm or inner.clipvalue or inner.global_clipnorm):
+        raise ValueError(
+            "grad_clip and the optimizer's own clipping are both set; use one of grad_clip, "
+            "clipnorm, clipvalue and global_clipnorm"
+        )
+
+
+def _check_launch(wire: Wire) -> None:
+    launcher = detect(os.environ)
+    if launcher.launched and launcher.size > 1 and wire.eager._hvd.size() == 1:
+        raise RuntimeError(
+            f"{launcher} started {launcher.size} processes, but Horovod sees only one: they would "
+            "train apart from each other. Horovod was built without this launcher's MPI; "
+            "`zerohvd doctor` shows what is wrong."
+        )
+
+
+def _specs(variables: Sequence[Any]) -> list[ParamSpec]:
+    seen: dict[str, int] = {}
+    specs = []
+    for variable in variables:
+        path = variable_path(variable)
+        count = seen[path] = seen.get(path, 0) + 1
+        if getattr(variable, "overwrite_with_gradient", False):
+            raise ValueError(
+                f"variable {path!r} is overwritten with its gradient (float8 training), which "
+                "zerohvd does not support"
+            )
+        dtype = tf_variable(variable).dtype.base_dtype.name
+        # A table of its own bucket can send its gradient as rows.
+        group = path if path.split("/")[-1] == "embeddings" else 0
+        name = path if count == 1 else f"{path}#{count}"
+        specs.append(ParamSpec(name, tuple(variable.shape), dtype, group))
+    return specs

@@ -1,0 +1,374 @@
+"""One optimizer step on shards: reduce, agree, clip, update, gather.
+
+    gradients -> pack a bucket -> reducescatter -> update own pieces -> allgather -> variables
+
+Everything hangs on the gradients, by data or by control dependencies: a step that dies for lack
+of data (as Keras' last one on a dataset of unknown size does) has then changed and sent nothing.
+A branch that holds a collective is only ever taken on a value that all ranks share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from zerohvd.config import ZeroConfig
+from zerohvd.keras import buffers, clipping, gradients, loss_scale, sparse
+from zerohvd.keras.collectives import Wire
+from zerohvd.keras.pieces import PieceVariable, tf_variable
+from zerohvd.layout import Bucket, Layout
+
+# So many gathered buckets are held before they are variables. Reductions need no such limit: a
+# packed bucket takes the place of the gradients it was packed from.
+IN_FLIGHT = 2
+
+
+class Step:
+    """The step of one optimizer, for eager calls and for tracing alike.
+
+    Args:
+        inner: The wrapped optimizer, built on `pieces`.
+        config: Settings.
+        layout: Of the variables; for one rank (every piece a whole variable) at stage 0.
+        wire: The ranks.
+        variables: The model's, in the layout's order.
+        pieces: What this rank updates.
+    """
+
+    def __init__(
+        self,
+        inner: keras.optimizers.Optimizer,
+        config: ZeroConfig,
+        layout: Layout,
+        wire: Wire,
+        variables: Sequence[Any],
+        pieces: Sequence[PieceVariable],
+    ) -> None:
+        self.inner, self.config, self.layout, self.wire = inner, config, layout, wire
+        self.variables, self.pieces = tuple(variables), tuple(pieces)
+        self.natives = tuple(tf_variable(v) for v in variables)
+        self.rank = wire.rank if layout.size > 1 else 0
+        self._pieces_of = [[] for _ in layout.buckets]
+        for index, piece in enumerate(pieces):
+            self._pieces_of[piece.piece.bucket].append(index)
+        self.steps = inner.gradient_accumulation_steps or 1
+        # Below stage 2 whole gradients are added up locally and reduced once per update.
+        self.local_sums: list[tf.Variable] = []
+        if self.steps > 1 and config.stage < 2:
+            with tf.init_scope():
+                self.local_sums = [
+                    tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False, name="gradient_sum")
+                    for v in variables
+                ]
+        self._heads: list[Any] = []
+        # Which parameters get gradients; fixed by the first step, when all ranks compare theirs.
+        self.present: frozenset[int] | None = None
+        # Nadam and the like change shared state once per step: all pieces in one call.
+        base = keras.optimizers.SGD._backend_update_step
+        self._one_call = type(inner)._backend_update_step is not base
+
+    # -- the story --------------------------------------------------------------------------------
+
+    def run(self, grads: Sequence[Any], scaler: Any = None, weight: Any = None) -> None:
+        """Apply gradients that belong to `variables`, None where there is none."""
+        plan = self.wire.new_plan()
+        grads = [sparse.rows_of(g, v.shape) for g, v in zip(grads, self.variables, strict=True)]
+        with tf.control_dependencies(gradients.first_of(grads)):
+            self.wire.step.assign_add(1)
+        self._heads = gradients.first_of(grads)
+        factor = self._mean_factor(weight, grads)
+        if weight is not None:
+            grads = [gradients.times(g, weight) for g in grads]
+        scale = self._loss_scale(scaler)
+        if self._pipelined(scaler):
+            self._finish(self._reduce_and_update(grads, factor, scale))
+            return
+        if self.local_sums:
+            payload = [g if g is None else gradients.dense(g) for g in grads]
+            payload = payload if scale is None else [gradients.divided(g, scale) for g in payload]
+        else:
+            payload = self._reduce_all(grads, factor, scale)
+        if scaler is None:
+            self._body(payload, factor)
+            return
+
+        def finite_step() -> Any:
+            with plan.section("finite"):
+                self._body(payload, factor)
+            loss_scale.grow(scaler)
+            return tf.constant(True)
+
+        def skipped_step() -> Any:
+            loss_scale.back_off(scaler)
+            return tf.constant(False)
+
+        tf.cond(self._all_finite(payload), finite_step, skipped_step)
+
+    def _body(self, payload: Sequence[Any], factor: Any) -> None:
+        """Add up or update, given gradients known to be good."""
+        if self.steps == 1:
+            self._finish(self._update(self._clip(payload)))
+            return
+        due = tf.equal((self.inner._iterations.value + 1) % self.steps, 0)
+
+        def update() -> Any:
+            with self.wire.plan.section("update"):
+                sums = self._sums()
+                grads = [
+                    gradients.added(g, s, self.steps) for g, s in zip(payload, sums, strict=True)
+                ]
+                if self.local_sums:
+                    grads = self._reduce_all(grads, factor, None)
+                done = self._update(self._clip(grads))
+            with tf.control_dependencies(done):
+                for s in sums:
+                    s.assign(tf.zeros_like(s))
+            return tf.constant(True)
+
+        def collect() -> Any:
+            for g, s in zip(payload, self._sums(), strict=True):
+                if g is not None:
+                    s.assign(s + tf.cast(g, s.dtype))
+            return tf.constant(False)
+
+        updated = tf.cond(due, update, collect)
+        self._finish([updated])
+
+    def _finish(self, done: Sequence[Any]) -> None:
+        """What Keras does after the update, in Keras' order."""
+        with tf.control_dependencies(gradients.to_wait_for(done)):
+            if self.inner.use_ema:
+                done = self._average()
+        with tf.control_dependencies(gradients.to_wait_for(done)):
+            for index, variable in enumerate(self.variables):
+                constraint = getattr(variable, "constraint", None)
+                if constraint is not None and index in self.present:
+                    native = tf_variable(variable)
+                    native.assign(constraint(tf.convert_to_tensor(native)))
+            self.inner._iterations.assign_add(1)
+
+    # -- reduce -----------------------------------------------------------------------------------
+
+    def _pipelined(self, scaler: Any) -> bool:
+        """Whether a bucket may be updated before the next one has been reduced."""
+        needs_all = clipping.needs_norms(self.inner, self.config) or self._one_call
+        return scaler is None and self.steps == 1 and not needs_all
+
+    def _reduce_and_update(self, grads: Sequence[Any], factor: Any, scale: Any) -> list[Any]:
+        done: list[Any] = []
+        assembled = buffers.Assembly(self.layout, self.natives)
+        rate = self._learning_rate()
+        for bucket in self.layout.buckets:
+            reduced = self._reduce(bucket, grads, factor, scale)
+            reduced = clipping.by_value(reduced, self.inner)
+            with tf.control_dependencies(gradients.first_of(reduced)):
+                self._update_pieces(self._pieces_of[bucket.index], reduced, rate)
+            with tf.control_dependencies(gradients.to_wait_for(done[-IN_FLIGHT : 1 - IN_FLIGHT])):
+                done.append(self._gather(bucket, assembled))
+        return done
+
+    def _reduce_all(self, grads: Sequence[Any], factor: Any, scale: Any) -> list[Any]:
+        """A gradient per piece."""
+        reduced: list[Any] = [None] * len(self.pieces)
+        for bucket in self.layout.buckets:
+            found = self._reduce(bucket, grads, factor, scale)
+            for index, grad in zip(self._pieces_of[bucket.index], found, strict=True):
+                reduced[index] = grad
+        return reduced
+
+    def _reduce(self, bucket: Bucket, grads: Sequence[Any], factor: Any, scale: Any) -> list[Any]:
+        """The mean gradient of each piece of this rank in the bucket."""
+        pieces = [self.pieces[i] for i in self._pieces_of[bucket.index]]
+        wire_dtype = tf.as_dtype(self.config.reduce_dtype or bucket.dtype)
+        slot = bucket.slots[0]
+        if sparse.applies(bucket, self.layout.params[slot.param], grads[slot.param]):
+            found = sparse.reduce(
+                self.wire,
+                self._name(bucket, "sparse"),
+                gradients.cast(grads[slot.param], wire_dtype),
+                pieces[0].piece.param_span if pieces else None,
+                lambda: self._reduce_dense(bucket, grads, wire_dtype, pieces),
+            )
+        else:
+            found = self._reduce_dense(bucket, grads, wire_dtype, pieces)
+        out = []
+        for piece, grad in zip(pieces, found, strict=True):
+            if piece.piece.param not in self.present:
+                out.append(None)
+                continue
+            grad = tf.reshape(tf.cast(grad, piece.dtype), piece.shape)
+            grad = grad if factor is None else grad * tf.cast(factor, piece.dtype)
+            out.append(grad if scale is None else grad / tf.cast(scale, piece.dtype))
+        return out
+
+    def _reduce_dense(
+        self, bucket: Bucket, grads: Sequence[Any], dtype: Any, pieces: Sequence[PieceVariable]
+    ) -> list[Any]:
+        flats = {
+            slot.param: tf.reshape(gradients.dense(grads[slot.param]), [-1])
+            for slot in bucket.slots
+            if grads[slot.param] is not None
+        }
+        if self.wire.size == 1:
+            return [
+                buffers.cut(flats[p.piece.param], p.piece.param_span)
+                if p.piece.param in flats
+                else tf.zeros(p.shape, p.dtype)
+                for p in pieces
+            ]
+        packed = buffers.pack(bucket, flats, dtype)
+        if not flats:
+            packed = self.wire.live(packed)
+        if self.layout.size == 1:
+            reduced = self.wire.allreduce(packed, self._name(bucket, "allreduce"))
+        else:
+            lengths = [span.length for span in bucket.spans()]
+            reduced = self.wire.reducescatter(packed, lengths, self._name(bucket, "reducescatter"))
+        if not pieces:
+            self.wire.keep(reduced)
+        start = bucket.span(self.rank).start
+        return [buffers.cut(reduced, p.piece.bucket_span.shift(-start)) for p in pieces]
+
+    def _mean_factor(self, weight: Any, grads: Sequence[Any]) -> Any:
+        """What turns the sum over the ranks into their mean; None: nothing to do."""
+        if weight is None:
+            return None if self.wire.size == 1 else 1.0 / self.wire.size
+        with tf.control_dependencies(gradients.first_of(grads)):
+            total = self.wire.allreduce(tf.reshape(weight, [1]), "zero/weight")
+        self.wire.keep(total)
+        return tf.math.divide_no_nan(1.0, total[0])
+
+    # -- agree ------------------------------------------------------------------------------------
+
+    def _loss_scale(self, scaler: Any) -> Any:
+        if scaler is not None:
+            return tf.convert_to_tensor(scaler.dynamic_scale.value)
+        return self.inner.loss_scale_factor
+
+    def _all_finite(self, grads: Sequence[Any]) -> Any:
+        """The same answer on every rank: no rank has seen an infinity or a NaN."""
+        flags = [tf.reduce_all(tf.math.is_finite(g)) for g in grads if g is not None]
+        mine = tf.cast(tf.reduce_all(tf.stack(flags)), tf.float32) if flags else tf.ones([])
+        return self.wire.allreduce(tf.reshape(mine, [1]), "zero/finite", op="min")[0] > 0
+
+    def _clip(self, grads: Sequence[Any]) -> list[Any]:
+        if clipping.needs_norms(self.inner, self.config):
+            wire = self.wire if self.layout.size > 1 else None
+            return clipping.by_norm(
+                grads, [p.piece.param for p in self.pieces], len(self.variables),
+                self.inner, self.config, wire,
+            )  # fmt: skip
+        return clipping.by_value(grads, self.inner)
+
+    def _sums(self) -> Sequence[Any]:
+        if self.local_sums:
+            return self.local_sums
+        return [v.value for v in self.inner._accumulated_gradients]
+
+    # -- update and gather ------------------------------------------------------------------------
+
+    def _learning_rate(self) -> Any:
+        return self.inner.learning_rate
+
+    def _update(self, grads: Sequence[Any]) -> list[Any]:
+        """Update all pieces and gather every bucket."""
+        with tf.control_dependencies(gradients.first_of(grads)):
+            rate = self._learning_rate()
+            if self._one_call:
+                self._update_pieces(range(len(self.pieces)), grads, rate)
+        assembled = buffers.Assembly(self.layout, self.natives)
+        done: list[Any] = []
+        for bucket in self.layout.buckets:
+            indices = self._pieces_of[bucket.index]
+            if not self._one_call:
+                self._update_pieces(indices, [grads[i] for i in indices], rate)
+            with tf.control_dependencies(gradients.to_wait_for(done[-IN_FLIGHT : 1 - IN_FLIGHT])):
+                done.append(self._gather(bucket, assembled))
+        return done
+
+    def _update_pieces(self, indices: Sequence[int], grads: Sequence[Any], rate: Any) -> None:
+        """Let the inner optimizer change the pieces; their values are tensors afterwards."""
+        pieces = [self.pieces[i] for i in indices]
+        for piece in pieces:
+            piece.load()
+        # Keras leaves a variable without gradient alone, weight decay included.
+        chosen = [(g, p) for g, p in zip(grads, pieces, strict=True) if g is not None]
+        if not chosen and not self._one_call:
+            return
+        chosen_grads, chosen_pieces = [g for g, _ in chosen], [p for _, p in chosen]
+        self.inner._apply_weight_decay(chosen_pieces)
+        self.inner._backend_update_step(chosen_grads, chosen_pieces, rate)
+        for piece in chosen_pieces:
+            if piece.master is not None:
+                piece.master.assign(piece.read_value())
+
+    def _gather(self, bucket: Bucket, assembled: buffers.Assembly) -> Any:
+        """Send this rank's new values, and store everybody's in the model's variables."""
+        pieces = [self.pieces[i] for i in self._pieces_of[bucket.index]]
+        values = [p.read_value() for p in pieces]
+        for piece in pieces:
+            piece.drop()
+        if self.layout.size == 1:
+            native = [tf_variable(p.variable) for p in pieces]
+            return [
+                v.assign(tf.reshape(tf.cast(x, v.dtype), v.shape), read_value=False)
+                for v, x in zip(native, values, strict=True)
+            ]
+        shard = buffers.pack_shard(bucket, self.rank, values, [p.piece.bucket_span for p in pieces])
+        if not pieces:
+            with tf.control_dependencies(self._data()):
+                shard = self.wire.live(shard)
+        lengths = [span.length for span in bucket.spans()]
+        full = self.wire.allgather(shard, lengths, self._name(bucket, "allgather"))
+        return assembled.add(bucket, full)
+
+    # -- moving averages --------------------------------------------------------------------------
+
+    def _average(self) -> list[Any]:
+        for piece in self.pieces:
+            piece.load()
+        self.inner._update_model_variables_moving_average(self.pieces)
+        for piece in self.pieces:
+            piece.drop()
+        every = self.inner.ema_overwrite_frequency
+        if not every:
+            return []
+        due = tf.equal((tf.convert_to_tensor(self.inner.iterations) + 1) % every, 0)
+
+        def overwrite() -> Any:
+            with self.wire.plan.section("average"):
+                done = self.write_averages()
+            with tf.control_dependencies(gradients.to_wait_for(done)):
+                return tf.constant(True)
+
+        return [tf.cond(due, overwrite, lambda: tf.constant(False))]
+
+    def write_averages(self) -> list[Any]:
+        """Put the moving averages into the model's variables."""
+        for piece, average in zip(
+            self.pieces, self.inner._model_variables_moving_average, strict=True
+        ):
+            piece.assign(average.value)
+            if piece.master is not None:
+                piece.master.assign(average.value)
+        assembled = buffers.Assembly(self.layout, self.natives)
+        return [self._gather(bucket, assembled) for bucket in self.layout.buckets]
+
+    def _data(self) -> list[Any]:
+        """What to depend on in a step of which this rank has nothing else; in a branch, which only
+        a step with data enters, there is no need."""
+        if tf.executing_eagerly():
+            return []
+        graph = tf.compat.v1.get_default_graph()
+        return [t for t in self._heads if getattr(t, "graph", None) is graph]
+
+    def _name(self, bucket: Bucket, op: str) -> str:
+        first = self.layout.params[bucket.slots[0].param].name
+        return f"zero/b{bucket.index}/{op}/{_op_name(first)}"
+
+
+def _op_name(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "._-" else "." for c in name)
