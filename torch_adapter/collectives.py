@@ -20,12 +20,17 @@ class Handle(Protocol):
 
     def wait(self) -> None: ...
 
+    def done(self) -> bool: ...
+
 
 class _Done:
     """Nothing was under way."""
 
     def wait(self) -> None:
         return
+
+    def done(self) -> bool:
+        return True
 
 
 class _HorovodHandle:
@@ -36,6 +41,10 @@ class _HorovodHandle:
     def wait(self) -> None:
         mpi_ops.synchronize(self._handle)
         self._alive = ()
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._handle not in mpi_ops._handle_map or bool(mpi_ops.poll(self._handle))
 
 
 class Exchange(NamedTuple):
@@ -67,6 +76,7 @@ class TorchCollectives(HorovodCollectives):
         """
         super().__init__(hvd, process_set)
         self._native = native
+        self.process_set_id: int = self._set.process_set_id
 
     def exchange_start(self, x: torch.Tensor, lengths: Sequence[int], *, name: str) -> Exchange:
         """A reducescatter without the final sum: part r of `x`, `lengths[r]` long, goes to rank r.

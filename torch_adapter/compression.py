@@ -18,7 +18,7 @@ class _BF16Compressor:
 class Compression:
     """Horovod's choices, and bfloat16: half the bytes with the range of float32.
 
-    Sums are taken in float32 whatever travels.
+    From stage 1 on, sums are taken in float32 whatever travels; stage 0 adds fp16 as Horovod does.
     """
 
     none = hvd.Compression.none

@@ -33,11 +33,19 @@ class Entry:
         *,
         weighted: bool = False,
         passes: int = 1,
+        options: str = "",
     ) -> None:
-        """Tell the others; does not wait for them."""
+        """Tell the others; does not wait for them.
+
+        Args:
+            doing: STEP, STATE or GROUP.
+            params: The model's parameters; which of them are frozen is compared.
+            weighted: Whether this rank gave a weight for the step.
+            passes: Backward passes per step.
+            options: What else has to be the same, such as learning rates.
+        """
         trainable = "".join("01"[p.requires_grad] for p in params)
-        digest = hashlib.sha256(trainable.encode()).digest()
-        claims = [float(doing), float(int.from_bytes(digest[:6], "big")), float(weighted), passes]
+        claims = [float(doing), _number(trainable), float(weighted), passes, _number(options)]
         # The maximum of a value and of its negative: equal only if all ranks said the same.
         said = torch.tensor(claims + [-c for c in claims], dtype=torch.float64)
         self._open = (said, self._collectives.allreduce_start(said, "max", name=self._name))
@@ -48,11 +56,17 @@ class Entry:
             return
         (said, handle), self._open = self._open, None
         handle.wait()
-        highest, lowest = said[:4].tolist(), (-said[4:]).tolist()
+        half = len(said) // 2
+        highest, lowest = said[:half].tolist(), (-said[half:]).tolist()
         if highest != lowest:
             raise DisagreementError(
                 f"rank {self._collectives.rank}: {_difference(lowest, highest)}."
             )
+
+
+def _number(text: str) -> float:
+    """A digest that a float64 holds exactly."""
+    return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big"))
 
 
 def _difference(lowest: list[float], highest: list[float]) -> str:
@@ -71,6 +85,11 @@ def _difference(lowest: list[float], highest: list[float]) -> str:
         return (
             "some ranks gave a weight for this step and others did not. Give one on every rank; "
             "a rank without a batch gives 0"
+        )
+    if highest[3] == lowest[3]:
+        return (
+            "learning rates differ, or not all ranks have loaded the optimizer's state. Set "
+            "rates and call load_state_dict() on every rank, with the same values"
         )
     return (
         f"backward_passes_per_step is {lowest[3]:g} on some ranks and {highest[3]:g} on others. "

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 
 class GradHooks:
-    """Calls `finished(index)` whenever the gradient of `params[index]` has been accumulated."""
+    """Calls `owner._arrived(section, index)` when `params[index].grad` has been added to.
 
-    def __init__(
-        self, params: Sequence[torch.nn.Parameter], finished: Callable[[int], None]
-    ) -> None:
-        self._finished = finished
+    The hooks live as long as the parameters, so they must not keep the owner alive.
+    """
+
+    def __init__(self, params: Sequence[torch.nn.Parameter], owner: Any, section: int) -> None:
+        self._owner = weakref.ref(owner)
+        self._section = section
         self._handles = [
             param.register_post_accumulate_grad_hook(self._make(index))
             for index, param in enumerate(params)
         ]
 
     def _make(self, index: int) -> Callable[[torch.Tensor], None]:
+        owner, section = self._owner, self._section
+
         def hook(_: torch.Tensor) -> None:
-            # A backward pass with create_graph=True runs hooks with gradients switched on.
-            with torch.no_grad():
-                self._finished(index)
+            living = owner()
+            if living is not None:
+                # A backward pass with create_graph=True runs hooks with gradients switched on.
+                with torch.no_grad():
+                    living._arrived(section, index)
 
         return hook
 

@@ -70,6 +70,16 @@ def _check_named(
 
 
 def _check_movable(name: str, param: torch.nn.Parameter) -> None:
+    if isinstance(param, torch.nn.parameter.UninitializedParameter):
+        raise ValueError(
+            f"parameter {name!r} of a lazy module has no shape yet: run the model once on a "
+            "batch, on every rank, before making the optimizer"
+        )
+    if param.is_meta:
+        raise ValueError(
+            f"parameter {name!r} is on the meta device and has no values: materialise the model "
+            "(model.to_empty(device=...), then its initialisation) before making the optimizer"
+        )
     if param.dtype not in _MOVABLE:
         raise ValueError(
             f"parameter {name!r} is {param.dtype}; gradients of "

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -25,9 +26,16 @@ from zerohvd.torch.partition import choose_partition
 from zerohvd.torch.rounds import Rounds
 from zerohvd.torch.sharding import NamedParam, ShardedParams
 
-# Several optimizers in one script need names of their own for their collectives. They are made in
-# the same order on every rank, as all ranks run the same script.
-_instances = itertools.count()
+# Several optimizers in one script need names of their own for their collectives. Those of one
+# process set are made in the same order by all its members, as all ranks run the same script.
+_instances: dict[int, Iterator[int]] = {}
+
+
+def _instance_name(collectives: TorchCollectives | LocalCollectives) -> str:
+    if isinstance(collectives, LocalCollectives):
+        return "zero"
+    members = collectives.process_set_id
+    return f"zero{members}.{next(_instances.setdefault(members, itertools.count()))}"
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -53,7 +61,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.inner = inner
         self.config = config
         self.collectives = collectives
-        self._prefix = f"zero{next(_instances)}"
+        self._prefix = _instance_name(collectives)
         self._wire = wire
         self._factors = divide_factors(average, collectives.size, predivide)
         self._average = average
@@ -65,6 +73,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             list(g["params"]) for g in inner.param_groups
         ]
         self._names = {n.param: n for n in named}
+        # State of parameters that are not sharded, because they have been frozen all along.
+        self._unsharded: dict[torch.nn.Parameter, dict[str, Any]] = {}
+        self._loads = 0
         self._accumulate_only = False
         self._skip_synchronize = False
         super().__init__([{"params": []}], dict(inner.defaults))
@@ -84,6 +95,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         options here, maybe on one rank only, and must not start a collective by that.
         """
         if _called_by_grad_scaler():
+            if self._overflow_spread:
+                self._end_step()  # it looks once a step, so the last one has been skipped
             self.synchronize()
             self._spread_overflow()
         return self.inner.param_groups
@@ -128,8 +141,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             group["params"] = []
         if trainable:
             self._add_section(trainable)
-        for param, values in full.items():
-            state.shard_into(self.inner, self._pieces_of(param), values, param)
+        self._loads = len(full)
+        state.distribute(self, full)
 
     def _settings(self) -> dict[str, Any]:
         return {
@@ -151,7 +164,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             wire=self._wire,
             factors=self._factors,
             settings=self._settings(),
-            before_wait=self._entry.check,
         )
         number = self._rounds.add(section)
         self._sections.append(section)
@@ -159,7 +171,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for owned in section.owned:
             group = group_of[section.params[owned.piece.param]]
             self.inner.param_groups[group]["params"].append(owned.tensor)
-        self._hooks.append(GradHooks(section.params, lambda i: self._arrived(number, i)))
+        self._hooks.append(GradHooks(section.params, self, number))
+        section.set_owner(self)
         self._ensure_a_piece()
         return section
 
@@ -173,14 +186,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         elif owns and any(p is self._sentinel for p in params):
             params[:] = [p for p in params if p is not self._sentinel]
 
-    def _pieces_of(self, param: torch.nn.Parameter) -> list[state.PieceState]:
-        found = []
-        for section in self._sections:
-            for owned in section.owned:
-                if section.params[owned.piece.param] is param:
-                    found.append(state.PieceState(owned.piece.param_span, owned.tensor))
-        return found
-
     def _params(self) -> Iterator[torch.nn.Parameter]:
         return itertools.chain.from_iterable(self._groups_of)
 
@@ -192,6 +197,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._weight: float | None = None
         self._overflow = False  # agreed by all ranks, once GradScaler has asked
         self._overflow_spread = False
+        self._clipped = False
 
     def _enter_step(self) -> None:
         if self._entered:
@@ -207,22 +213,47 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._rounds.weight = self._weight
         self._rounds.notice_frozen()
         self._entry.open(
-            STEP, self._params(), weighted=self._weight is not None, passes=self._rounds.passes
+            STEP,
+            self._params(),
+            weighted=self._weight is not None,
+            passes=self._rounds.passes,
+            options=self._options(),
         )
+
+    def _options(self) -> str:
+        """What would let the ranks drift apart if it differed."""
+        rates = [g.get("lr") for g in self.inner.param_groups]
+        return repr([self._loads, [r for r in rates if isinstance(r, float)]])
 
     def _arrived(self, section: int, index: int) -> None:
         """A gradient has been accumulated by a backward pass."""
-        if self._accumulate_only:
-            return
         if self._synchronized and self._overflow:
             self._end_step()  # GradScaler has skipped the step, on all ranks
         if self._synchronized:
             self._rounds.refuse(section, index)
+        if not self._entered:
+            for each in self._sections:
+                each.reducer.release()
+        if self._accumulate_only:
+            self._rounds.accumulated(section, index)
+            return
         self._enter_step()
+        self._check_weight()
         self._rounds.arrived(section, index)
+
+    def _check_weight(self) -> None:
+        """A weight that came too late, or changed, would be ignored silently."""
+        announced = weighting.announced()
+        if announced != self._weight:
+            raise ValueError(
+                f"zero.weight({announced:g}) came after gradients of this step had left with "
+                f"{'no weight' if self._weight is None else f'weight {self._weight:g}'}. Give one "
+                "weight per step, before its first backward pass"
+            )
 
     # -- what a script calls -------------------------------------------------------------------
 
+    @torch.no_grad()
     def synchronize(self) -> None:
         """Wait until this rank's pieces hold the reduced gradients; all ranks must come here.
 
@@ -233,13 +264,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return
         self._adopt_unfrozen()
         self._enter_step()
+        self._check_weight()
         self._entry.check()  # before waiting for buckets that other ranks may never send
         self._rounds.finish()
+        self._synchronized = True
         self._divide_by_weights()
         for section in self._sections:
             section.set_piece_grads()
         self._sentinel.grad = torch.zeros(1)
-        self._synchronized = True
 
     def _divide_by_weights(self) -> None:
         if self._weight is None:
@@ -285,6 +317,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """`step()` inside does not synchronize: gradients are as `synchronize()` left them."""
+        if self.config.stage > 0 and not self._clipped:
+            warnings.warn(
+                "after synchronize() the reduced gradients are those of opt.param_groups; the "
+                "model's own are gone, so torch.nn.utils.clip_grad_norm_(model.parameters()) did "
+                "nothing. Call opt.clip_grad_norm_() instead.",
+                stacklevel=3,
+            )
         self._skip_synchronize = True
         try:
             yield
@@ -309,6 +348,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
         self._rounds.passes = check_passes(passes)
 
+    @torch.no_grad()
     def step(  # type: ignore[override]
         self, closure: Callable[[], Any] | None = None, *, weight: float | None = None
     ) -> Any:
@@ -339,6 +379,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._update()
         self._gather()
         self._end_step()
+        weighting.clear()
         return loss
 
     def _announce(self, weight: float) -> None:
@@ -365,21 +406,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
         under_way = [handle for section in self._sections for handle in section.gather_start()]
         for handle in under_way:
             handle.wait()
+        # Written behind autograd's back: a graph that has saved the old values must not be used.
+        torch.autograd.graph.increment_version([p for s in self._sections for p in s.params])
 
     def _end_step(self) -> None:
         for piece, _ in self._piece_grads():
             piece.grad = None
-        self._rounds.end_step()
+        self._rounds.begin_step()
         self._begin_step()
         self._log_is_stale = True
-        weighting.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the model's gradients, and drop those that have been reduced but not applied."""
         if self._entered and not self._synchronized:
             raise RuntimeError(
                 "zero_grad() was called between backward() and step() or synchronize(), while "
-                "gradients were on their way. Call it before backward() or after step()."
+                "gradients were on their way. Call it before backward() or after step(). To drop "
+                "the gradients of a step, call opt.synchronize() and then zero_grad(), on all "
+                "ranks."
             )
         if self._synchronized:
             self._end_step()
@@ -394,6 +438,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             else:
                 param.grad.zero_()
 
+    @torch.no_grad()
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
@@ -407,6 +452,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         p = check_norm_type(norm_type)
         self.synchronize()
+        self._clipped = True
         norm = self._global_norm(p)
         if error_if_nonfinite and not math.isfinite(norm):
             raise NonFiniteError(
@@ -443,23 +489,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._entered:
             raise RuntimeError("add_param_group() was called between backward() and step()")
         group = dict(param_group)
-        params = group["params"]
-        params = [params] if isinstance(params, torch.Tensor) else list(params)
-        number = len(self._groups_of)
+        entries = group.pop("params")
+        entries = [entries] if isinstance(entries, torch.Tensor) else list(entries)
         names = group.pop("param_names", None)
-        named = name_parameters(
-            [params] if names is None else [list(zip(names, params, strict=True))],
-            None,
-            first_group=number,
-        )
+        if names is not None:
+            entries = list(zip(names, entries, strict=True))
+        named = name_parameters([entries], None, first_group=len(self._groups_of))
         known = set(self._params())
         for n in named:
             if n.param in known:
                 raise ValueError(f"parameter {n.name!r} is in a parameter group already")
         self._entry.open(GROUP, self._params())
         self._entry.check()
-        self.inner.add_param_group({**group, "params": []})
-        self._groups_of.append(params)
+        options = {**self.inner.defaults, **group, "params": []}
+        if "param_names" in self.inner.param_groups[0]:
+            options["param_names"] = [n.name for n in named]
+        self.inner.param_groups.append(options)
+        self._groups_of.append([n.param for n in named])
         self._names.update((n.param, n) for n in named)
         trainable = [n for n in named if n.param.requires_grad]
         if trainable:
@@ -476,6 +522,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._entry.check()
         self._entered = False
         self._add_section([self._names[p] for p in new])
+        kept = {p: self._unsharded.pop(p) for p in new if p in self._unsharded}
+        state.distribute(self, kept)
         self._enter_step()
 
     # -- state -----------------------------------------------------------------------------------
@@ -495,7 +543,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._entry.check()  # of a step under way
         self._entry.open(STATE, self._params())
         self._entry.check()
-        return state.consolidate(self, to)
+        return state.with_hooks(self, "state_dict", lambda: state.consolidate(self, to))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the state of the plain optimizer, or of a sharded one of any size.
@@ -504,6 +552,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         state.refuse_horovod_callers("load_state_dict")
         state.load(self, state_dict)
+        self._loads += 1
+
+    def close(self) -> None:
+        """Let go of the model's parameters: another optimizer may take them over then.
+
+        Deleting the last reference to the optimizer does the same.
+        """
+        for hooks in self._hooks:
+            hooks.remove()
+        for section in self._sections:
+            section.set_owner(None)
+            section.reducer.release()
 
 
 def _called_by_grad_scaler() -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 
 _ELEMENTWISE = (
@@ -25,8 +27,10 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     A subclass that brings a `step` of its own may compute anything from whole tensors (as LARS
     does on top of SGD), so it does not count.
     """
+    # torch wraps `step` of every class it makes an instance of.
+    step = inspect.unwrap(type(optimizer).step)
     return any(
-        isinstance(optimizer, cls) and type(optimizer).step is cls.step for cls in _ELEMENTWISE
+        isinstance(optimizer, cls) and step is inspect.unwrap(cls.step) for cls in _ELEMENTWISE
     )
 
 

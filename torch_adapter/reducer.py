@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -18,6 +19,9 @@ from zerohvd.torch.collectives import Exchange, LocalCollectives, TorchCollectiv
 # more full gradients, and stage 2 promises two buckets of them.
 IN_FLIGHT = 2
 
+# Between two looks at a collective under way: short against the time a bucket takes.
+_POLL_SECONDS = 1e-4
+
 
 @dataclasses.dataclass
 class _Pending:
@@ -28,8 +32,6 @@ class _Pending:
 
 class GradReducer:
     """Reduces the gradients of one Layout, bucket by bucket, in the order it is told.
-
-    `before_wait` is called before it waits for other ranks while gradients are still computed.
 
     Stage 2 frees a full gradient as soon as its bucket has gone and keeps the reduced shards in
     memory of their own. Stages 0 and 1 keep full gradients, and the reduced shard replaces this
@@ -49,7 +51,6 @@ class GradReducer:
         wire: torch.dtype | None,
         shard_dtypes: Sequence[torch.dtype],
         factors: DivideFactors,
-        before_wait: Callable[[], None],
     ) -> None:
         self._layout = layout
         self._params = params
@@ -59,7 +60,6 @@ class GradReducer:
         self._wire = wire
         self._shard_dtypes = shard_dtypes
         self._factors = factors
-        self._before_wait = before_wait
         self._names = [
             f"{prefix}/b{b.index}/reducescatter/{layout.params[b.slots[0].param].name}"
             for b in layout.buckets
@@ -74,7 +74,7 @@ class GradReducer:
         self._filled: list[set[int]] = [set() for _ in layout.buckets]
         self._pending: deque[_Pending] = deque()
         self.shards = [None] * len(layout.buckets)
-        self.weight = 1.0
+        self.weight: float | None = None  # of this rank in this step
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -89,6 +89,8 @@ class GradReducer:
         if grad is None:
             return
         self.arrived.add(index)
+        if grad.requires_grad:
+            grad = param.grad = grad.detach()  # of a backward pass with create_graph=True
         if grad.is_sparse:
             grad = param.grad = grad.to_dense()
         if self._exact[index]:
@@ -104,17 +106,30 @@ class GradReducer:
             self._filled[b].add(index)
         param.grad = None if self._stage >= 2 else self._view_of(index)
 
+    def has_room(self, b: int, patience: float) -> bool:
+        """Whether bucket `b` may go now; waits for earlier ones, but not beyond `patience`.
+
+        Waiting without end inside a backward pass could be for ever: another rank may have left
+        its own already, and wait for this one in a collective of the user's.
+        """
+        deadline = time.monotonic() + patience
+        while len(self._pending) >= IN_FLIGHT or any(p.bucket == b for p in self._pending):
+            oldest = self._pending[0]
+            while not oldest.exchange.handle.done():
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(_POLL_SECONDS)
+            self._finish(self._pending.popleft())
+        return True
+
     def send(self, b: int) -> None:
         """Start the reduction of a bucket; gradients that never came count as zero."""
-        while len(self._pending) >= IN_FLIGHT:
-            self._before_wait()
+        # The same bucket may be under way for the pass before, under the same name.
+        while any(p.bucket == b for p in self._pending):
             self._finish(self._pending.popleft())
         bucket = self._layout.buckets[b]
         source = self._source(bucket)
-        before = self._factors.before * self.weight
-        if before != 1.0:
-            source.mul_(before)
-        sent = source if self._wire is None else source.to(self._wire)
+        sent = self._weighed(source)
         name = self._names[b]
         if self._stage == 0:
             exchange = self._allreduce(sent, name)
@@ -128,18 +143,26 @@ class GradReducer:
         """Wait for everything under way."""
         while self._pending:
             self._finish(self._pending.popleft())
-
-    def abandon(self) -> None:
-        """Forget half-collected gradients, after a failure or when a user clears them."""
-        self._pending.clear()
-        for filled in self._filled:
-            filled.clear()
-        self.begin_step()
+        if self._stage == 1:
+            # Their memory is partly reduced now: nothing that a user could read, clip or add to.
+            for param in self._params:
+                param.grad = None
 
     def release(self) -> None:
-        """Free the shards: the forward pass needs the memory for activations, and the next
-        backward pass allocates shards from what it frees of those."""
+        """Free the gradients: the forward pass needs the memory for activations, and the next
+        backward pass allocates from what it frees of those."""
         self.shards = [None] * len(self._layout.buckets)
+        self._flats = [None] * len(self._layout.buckets)
+
+    def _weighed(self, source: torch.Tensor) -> torch.Tensor:
+        """What goes out for `source`: scaled, in the wire's dtype."""
+        before = self._factors.before * (1.0 if self.weight is None else self.weight)
+        wire = source.dtype if self._wire is None else self._wire
+        if self.weight is not None and wire == torch.float16:
+            wire = torch.float32  # a gradient times a number of samples leaves float16's range
+        if wire != source.dtype:
+            source = source.to(wire)
+        return source if before == 1.0 else source.mul_(before)
 
     def gradients(self) -> list[torch.Tensor]:
         """Every tensor held here that holds gradients."""

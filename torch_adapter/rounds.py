@@ -8,9 +8,10 @@ counts as zero, so a rank with unused parameters, or without a batch, keeps nobo
 
 from __future__ import annotations
 
-import torch
-
 from zerohvd.torch.sharding import ShardedParams
+
+# Seconds that a backward pass waits for other ranks, once a step, before it goes on without.
+PATIENCE = 2.0
 
 
 class Rounds:
@@ -24,7 +25,6 @@ class Rounds:
         self._sections: list[ShardedParams] = []
         self._stage = stage
         self.passes = passes
-        self._left_behind: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}
         self.begin_step()
 
     def add(self, section: ShardedParams) -> int:
@@ -35,7 +35,8 @@ class Rounds:
         return len(self._sections) - 1
 
     def begin_step(self) -> None:
-        self.weight = 1.0
+        self.weight: float | None = None
+        self._patience = PATIENCE
         self._done = 0
         self._counts: dict[tuple[int, int], int] = {}
         self._ready: list[list[int]] = [[] for _ in self._sections]
@@ -55,7 +56,6 @@ class Rounds:
     def arrived(self, number: int, index: int) -> None:
         """A backward pass has added to the gradient of a parameter."""
         if self._stage < 2:
-            self._check_cleared(number, index)
             count = self._counts[number, index] = self._counts.get((number, index), 0) + 1
             if count > self.passes:
                 self.refuse(number, index)
@@ -69,6 +69,16 @@ class Rounds:
         section.reducer.take(index)
         self._ready[number].extend(section.schedule.ready(index))
         self._dispatch()
+
+    def accumulated(self, number: int, index: int) -> None:
+        """A pass under no_sync() has added to the gradient: it must not be under way already."""
+        if self._stage < 2:
+            gone = self._counts.get((number, index), 0) >= self.passes
+        else:
+            gone = self._done + 1 >= self.passes
+            gone = gone and self._sections[number].schedule.has_seen(index)
+        if gone:
+            self.refuse(number, index)
 
     def refuse(self, number: int, index: int) -> None:
         """Raise: one backward pass too many."""
@@ -103,31 +113,11 @@ class Rounds:
         """Send what is ready, section after section: one order for all ranks."""
         for section, ready in zip(self._sections, self._ready, strict=True):
             section.reducer.weight = self.weight
-            for bucket in ready:
-                section.reducer.send(bucket)
-            ready.clear()
+            while ready:
+                # Beyond two buckets under way, wait for the other ranks, which keeps memory low;
+                # but a rank that does not come within our patience is elsewhere, so stop waiting.
+                if not section.reducer.has_room(ready[0], self._patience):
+                    self._patience = 0.0
+                section.reducer.send(ready.pop(0))
             if not section.schedule.finished:
                 return
-
-    def end_step(self) -> None:
-        """The step is over. Stage 1 leaves gradients with the model until the user clears them."""
-        if self._stage == 1:
-            self._left_behind = {
-                p: (p.grad, p.grad._version)
-                for section in self._sections
-                for p in section.params
-                if p.grad is not None
-            }
-        self.begin_step()
-
-    def _check_cleared(self, number: int, index: int) -> None:
-        """What stage 1 leaves in `.grad` is partly reduced: adding to it makes no sense."""
-        section = self._sections[number]
-        param = section.params[index]
-        grad, version = self._left_behind.pop(param, (None, 0))
-        # A backward pass that adds in place counts one version up, clearing counts another.
-        if grad is not None and param.grad is grad and grad._version == version + 1:
-            raise RuntimeError(
-                f"the gradient of {section.named[index].name!r} was not cleared after the last "
-                "step: call opt.zero_grad() before each step's first backward()"
-            )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,6 +47,16 @@ class OwnedPiece:
     tensor: torch.nn.Parameter  # a view of the flat parameters, or of a master
 
 
+def _check_free(named: NamedParam) -> None:
+    """A second optimizer on the same parameter would find its gradient taken by the first."""
+    owner = getattr(named.param, "_zerohvd_owner", None)
+    if owner is not None and owner() is not None:
+        raise ValueError(
+            f"parameter {named.name!r} belongs to another sharded optimizer. One parameter can "
+            "be in one of them; call close() on the old one, or delete it, before making a new one"
+        )
+
+
 class ShardedParams:
     """Parameters laid out together. Everything here is local, but for `gather` and the reducer.
 
@@ -66,9 +77,10 @@ class ShardedParams:
         wire: torch.dtype | None,
         factors: DivideFactors,
         settings: dict[str, Any],
-        before_wait: Callable[[], None],
     ) -> None:
         self.named = tuple(named)
+        for n in named:
+            _check_free(n)
         self.params = [n.param for n in named]
         self._collectives = collectives
         # Plain data parallelism is the layout of a single rank on every rank.
@@ -102,7 +114,6 @@ class ShardedParams:
                 for f, m in zip(self.flat.flats, self.masters, strict=True)
             ],
             factors=factors,
-            before_wait=before_wait,
         )
 
     def _make_masters(self, config: ZeroConfig) -> list[torch.Tensor | None]:
@@ -145,6 +156,11 @@ class ShardedParams:
             bucket = self.layout.buckets[piece.bucket]
             shape = self.params[piece.param].shape
             owned.tensor.grad = piece_view(shard, bucket, self.rank, piece, shape)
+
+    def set_owner(self, owner: Any) -> None:
+        """Note who takes the gradients of these parameters; None: nobody any more."""
+        for param in self.params:
+            param._zerohvd_owner = None if owner is None else weakref.ref(owner)
 
     def frozen(self) -> list[int]:
         return [i for i, p in enumerate(self.params) if not p.requires_grad]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,12 +93,23 @@ def load(opt: ZeroOptimizer, state_dict: Mapping[str, Any]) -> None:
             raise ValueError(f"the state of parameter {index} belongs to no parameter group")
         _check_values(opt, param_of[index], values)
     opt.inner.state.clear()
-    pieces = _pieces_by_param(opt)
-    for index, values in state_dict["state"].items():
-        param = param_of[index]
-        shard_into(opt.inner, pieces.get(param, ()), values, param)
+    opt._unsharded.clear()
+    distribute(opt, {param_of[index]: values for index, values in state_dict["state"].items()})
     for held, loaded in zip(opt.inner.param_groups, groups, strict=True):
         held.update({k: copy.deepcopy(v) for k, v in loaded.items() if k != "params"})
+    # What torch does after loading: states of older versions become those of this one.
+    opt.inner.__setstate__({"state": opt.inner.state, "param_groups": opt.inner.param_groups})
+
+
+def distribute(opt: ZeroOptimizer, states: Mapping[torch.nn.Parameter, State]) -> None:
+    """Give this rank's pieces their parts of whole states; keep what belongs to no piece yet."""
+    pieces = _pieces_by_param(opt)
+    sharded = {p for section in opt._sections for p in section.params}
+    for param, values in states.items():
+        if param in sharded:
+            shard_into(opt.inner, pieces.get(param, ()), values, param)
+        elif values:
+            opt._unsharded[param] = copy.deepcopy(dict(values))
 
 
 def _pieces_by_param(opt: ZeroOptimizer) -> dict[torch.nn.Parameter, list[PieceState]]:
@@ -137,13 +149,28 @@ def _check_values(opt: ZeroOptimizer, param: torch.nn.Parameter, values: State) 
 # -- from sharded to whole ---------------------------------------------------------------------
 
 
+def with_hooks(
+    opt: ZeroOptimizer, method: str, make: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """Run `make` between the state-dict hooks that the user has registered."""
+    for before in getattr(opt, f"_optimizer_{method}_pre_hooks", {}).values():
+        before(opt)
+    made = make()
+    for after in getattr(opt, f"_optimizer_{method}_post_hooks", {}).values():
+        changed = after(opt, made)
+        made = made if changed is None else changed
+    return made
+
+
 def consolidate(opt: ZeroOptimizer, to: int | None) -> dict[str, Any]:
     """The plain optimizer's state_dict, collected bucket by bucket on rank `to`, or everywhere."""
     size = opt.collectives.size
     if to is not None and not 0 <= to < size:
         raise ValueError(f"to must be a rank in [0, {size}) or None, got {to!r}")
     here = to is None or to == opt.collectives.rank
-    states: dict[torch.nn.Parameter, State] = {}
+    states: dict[torch.nn.Parameter, State] = {
+        param: copy.deepcopy(values) for param, values in opt._unsharded.items()
+    }
     for section in opt._sections:
         for index, values in _collect(opt, section, to).items():
             states[section.params[index]] = values
@@ -159,11 +186,12 @@ def consolidate(opt: ZeroOptimizer, to: int | None) -> dict[str, Any]:
 
 def _collect(opt: ZeroOptimizer, section: ShardedParams, to: int | None) -> dict[int, State]:
     """Per parameter index: its whole state."""
-    described = _describe(opt, section)
+    everyone = [_describe(opt, section)]
     if section.layout.size > 1:
-        everyone = opt.collectives.allgather_object(described, name=f"{opt._prefix}/state/keys")
-    else:
-        everyone = [described]
+        everyone = opt.collectives.allgather_object(everyone[0], name=f"{opt._prefix}/state/keys")
+    for one in everyone:
+        if isinstance(one, str):
+            raise TypeError(one)  # on every rank alike
     # JSON has turned the indices into strings.
     known: dict[int, dict[str, list[Any]]] = {}
     for one in everyone:
@@ -184,8 +212,11 @@ def _collect(opt: ZeroOptimizer, section: ShardedParams, to: int | None) -> dict
     return {i: {k: v[k] for k in order[i] if k in v} for i, v in collected.items()}
 
 
-def _describe(opt: ZeroOptimizer, section: ShardedParams) -> dict[str, dict[str, list[Any]]]:
-    """What this rank holds, as JSON can say it: parameter -> key -> [kind, value, dtype]."""
+def _describe(opt: ZeroOptimizer, section: ShardedParams) -> dict[str, dict[str, list[Any]]] | str:
+    """What this rank holds, as JSON can say it: parameter -> key -> [kind, value, dtype].
+
+    A string says what cannot be said, for all ranks to raise.
+    """
     held: dict[str, dict[str, list[Any]]] = {}
     for owned in section.owned:
         values = opt.inner.state.get(owned.tensor)
@@ -194,7 +225,20 @@ def _describe(opt: ZeroOptimizer, section: ShardedParams) -> dict[str, dict[str,
         keys = held.setdefault(str(owned.piece.param), {})
         for key, value in values.items():
             keys[key] = _describe_value(value, owned.tensor)
+            if keys[key][0] == "value" and not _is_json(value):
+                name = section.named[owned.piece.param].name
+                return (
+                    f"the state {key!r} of {name!r} is a {type(value).__name__} that cannot be "
+                    "collected: tensors, numbers, strings, and lists of them can"
+                )
     return held
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        return bool(json.loads(json.dumps(value)) == value)
+    except (TypeError, ValueError):
+        return False
 
 
 def _describe_value(value: Any, piece: torch.Tensor) -> list[Any]:
