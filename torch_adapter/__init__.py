@@ -27,7 +27,8 @@ from zerohvd.errors import (  # noqa: E402
 )
 from zerohvd.torch.compression import Compression  # noqa: E402
 from zerohvd.torch.data import DistributedSampler, even_steps  # noqa: E402
-from zerohvd.torch.optimizer import DistributedOptimizer, ZeroOptimizer  # noqa: E402
+from zerohvd.torch.distributed import DistributedOptimizer  # noqa: E402
+from zerohvd.torch.optimizer import ZeroOptimizer  # noqa: E402
 from zerohvd.torch.report import communication_report, memory_report  # noqa: E402
 from zerohvd.torch.weighting import weight  # noqa: E402
 from zerohvd.torch.zeroify import zeroify  # noqa: E402

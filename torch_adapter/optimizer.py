@@ -1,4 +1,4 @@
-"""The drop-in for hvd.DistributedOptimizer: stages 0, 1 and 2."""
+"""The sharded optimizer: stages 0, 1 and 2."""
 
 from __future__ import annotations
 
@@ -7,23 +7,21 @@ import itertools
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 
 from zerohvd.config import ZeroConfig
 from zerohvd.errors import NonFiniteError, ShardedStateError
-from zerohvd.numerics import check_norm_type, clip_factor, divide_factors, finish_norm
+from zerohvd.numerics import check_norm_type, clip_factor, divide_factors
 from zerohvd.torch import state, weighting
-from zerohvd.torch.collectives import LocalCollectives, TorchCollectives, join
-from zerohvd.torch.compression import Compression, wire_dtype
+from zerohvd.torch.collectives import LocalCollectives, TorchCollectives
 from zerohvd.torch.entry import GROUP, STATE, STEP, Entry
 from zerohvd.torch.hooks import GradHooks
-from zerohvd.torch.naming import bucket_groups, groups_bucket_bytes, name_parameters
-from zerohvd.torch.partition import choose_partition
-from zerohvd.torch.rounds import Rounds
+from zerohvd.torch.naming import name_parameters
+from zerohvd.torch.reduced import ReducedGrads
+from zerohvd.torch.rounds import Rounds, check_passes
 from zerohvd.torch.sharding import NamedParam, ShardedParams
 
 # Several optimizers in one script need names of their own for their collectives. Those of one
@@ -68,6 +66,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._rounds = Rounds(stage=config.stage, passes=passes)
         self._entry = Entry(collectives, f"{self._prefix}/agree")
         self._sections: list[ShardedParams] = []
+        self._reduced = ReducedGrads(
+            self._sections, collectives, self._prefix, replicated=config.stage == 0
+        )
         self._hooks: list[GradHooks] = []
         self._groups_of: list[list[torch.nn.Parameter]] = [
             list(g["params"]) for g in inner.param_groups
@@ -98,7 +99,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if self._overflow_spread:
                 self._end_step()  # it looks once a step, so the last one has been skipped
             self.synchronize()
-            self._spread_overflow()
+            self._overflow = self._reduced.spread_overflow(self._sentinel)
+            self._overflow_spread = True
         return self.inner.param_groups
 
     @param_groups.setter
@@ -268,51 +270,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._entry.check()  # before waiting for buckets that other ranks may never send
         self._rounds.finish()
         self._synchronized = True
-        self._divide_by_weights()
+        if self._weight is not None:
+            self._reduced.divide_by_weights(self._weight)
         for section in self._sections:
             section.set_piece_grads()
         self._sentinel.grad = torch.zeros(1)
-
-    def _divide_by_weights(self) -> None:
-        if self._weight is None:
-            return
-        mine = torch.tensor([self._weight], dtype=torch.float64)
-        self.collectives.allreduce_start(mine, name=f"{self._prefix}/weights").wait()
-        total = mine.item()
-        if total == 0.0:
-            raise ValueError("every rank gave weight 0: there is no sample to learn from")
-        # The reducer has divided by the number of ranks already.
-        scale = self.collectives.size / total
-        for section in self._sections:
-            for shard in section.reducer.shards:
-                if shard is not None:
-                    shard.mul_(scale)
-
-    def _spread_overflow(self) -> None:
-        """Let every rank see a gradient that is not finite, wherever its piece lies.
-
-        GradScaler looks at this rank's gradients alone, then decides whether to step and how to
-        change the scale. Ranks that saw different things would part for ever; so a rank that
-        has none gets one.
-        """
-        if self._overflow_spread:
-            return
-        self._overflow_spread = True
-        grads = [g for _, g in self._piece_grads()]
-        finite = all(bool(torch.isfinite(g.sum()) or torch.isfinite(g).all()) for g in grads)
-        flag = torch.tensor([0.0 if finite else 1.0])
-        self.collectives.allreduce_start(flag, "max", name=f"{self._prefix}/overflow").wait()
-        self._overflow = bool(flag.item())
-        if self._overflow and finite:
-            for grad in [*grads, self._sentinel.grad]:
-                assert grad is not None
-                grad.view(-1)[:1] = math.inf
-
-    def _piece_grads(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        for section in self._sections:
-            for owned in section.owned:
-                if owned.tensor.grad is not None:
-                    yield owned.tensor, owned.tensor.grad
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -410,8 +372,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         torch.autograd.graph.increment_version([p for s in self._sections for p in s.params])
 
     def _end_step(self) -> None:
-        for piece, _ in self._piece_grads():
-            piece.grad = None
+        self._reduced.clear()
         self._rounds.begin_step()
         self._begin_step()
         self._log_is_stale = True
@@ -453,29 +414,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         p = check_norm_type(norm_type)
         self.synchronize()
         self._clipped = True
-        norm = self._global_norm(p)
+        norm = self._reduced.global_norm(p)
         if error_if_nonfinite and not math.isfinite(norm):
             raise NonFiniteError(
                 f"the {p:g}-norm of the gradients is {norm}, so they cannot be clipped"
             )
         factor = clip_factor(norm, float(max_norm))
         if factor < 1.0:
-            for _, grad in self._piece_grads():
+            for grad in self._reduced.grads():
                 grad.mul_(factor)
         return torch.tensor(norm)
-
-    def _global_norm(self, p: float) -> float:
-        grads = [g for _, g in self._piece_grads()]
-        norms = [torch.linalg.vector_norm(g, p, dtype=_at_least_float32(g)) for g in grads]
-        values = [n.item() for n in norms]
-        if math.isinf(p):
-            local, op = max(values, default=0.0), "max"
-        else:
-            local, op = math.fsum(v**p for v in values), "sum"
-        total = torch.tensor([local], dtype=torch.float64)
-        if self.config.stage > 0:  # at stage 0 every rank holds every gradient
-            self.collectives.allreduce_start(total, op, name=f"{self._prefix}/norm").wait()
-        return finish_norm(total.item(), p)
 
     # -- more parameters -------------------------------------------------------------------------
 
@@ -569,101 +517,3 @@ class ZeroOptimizer(torch.optim.Optimizer):
 def _called_by_grad_scaler() -> bool:
     name = sys._getframe(2).f_globals.get("__name__", "")
     return name.startswith("torch.") and name.endswith("grad_scaler")
-
-
-def _at_least_float32(grad: torch.Tensor) -> torch.dtype:
-    return torch.float64 if grad.dtype == torch.float64 else torch.float32
-
-
-def check_passes(passes: int) -> int:
-    if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
-        raise ValueError(
-            f"backward_passes_per_step must be a whole number of at least 1, got {passes!r}"
-        )
-    return passes
-
-
-def DistributedOptimizer(
-    optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-    compression: Any = Compression.none,
-    backward_passes_per_step: int = 1,
-    op: Any = hvd.Average,
-    gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: int | list[list[torch.Tensor]] | None = None,
-    sparse_as_dense: bool = False,
-    process_set: Any = None,
-    *,
-    stage: int = 2,
-    bucket_bytes: int | None = None,
-    reduce_dtype: torch.dtype | str | None = None,
-    master_dtype: torch.dtype | str | None = None,
-    grad_clip: float | None = None,
-    partition: str = "auto",
-) -> ZeroOptimizer:
-    """Shard a torch optimizer over the ranks. Takes the place of `hvd.DistributedOptimizer`.
-
-    Args:
-        optimizer: The optimizer to wrap; it is changed and must not be used on its own any more.
-        named_parameters: `model.named_parameters()`; names in errors, reports and checkpoints.
-        compression: `zero.Compression.none`, `.fp16` or `.bf16`: gradients on the wire.
-        backward_passes_per_step: Backward passes before each `step()`.
-        op: `hvd.Average` or `hvd.Sum`.
-        gradient_predivide_factor: Divide by this before the sum, and by the rest after it.
-        num_groups: As `groups`.
-        groups: A number of buckets, or lists of parameters that share buckets with no others.
-        sparse_as_dense: Accepted; sparse gradients always travel as dense ones.
-        process_set: Shard inside these ranks; the others train on their own.
-        stage: 0: plain data parallelism; 1: sharded optimizer state; 2: and gradients.
-        bucket_bytes: How many bytes travel together.
-        reduce_dtype: Gradients travel in this dtype.
-        master_dtype: The optimizer updates shards of this dtype; None: float32 for 16-bit
-            parameters, their own otherwise.
-        grad_clip: Clip to this global 2-norm in every step.
-        partition: "flat", "parameter", or "auto" to choose by the optimizer.
-    """
-    if isinstance(optimizer, ZeroOptimizer):
-        raise ValueError("the optimizer is sharded already: wrap the plain one, once")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer)}")
-    if hasattr(optimizer, "_allreduce_delay"):
-        raise ValueError(
-            "the optimizer comes from hvd.DistributedOptimizer: give the plain torch optimizer"
-        )
-    if op not in (hvd.Average, hvd.Sum):
-        raise ValueError("op must be hvd.Average or hvd.Sum; Adasum has no sharded form")
-    if stage == 3:
-        raise ValueError("stage must be 0, 1 or 2 here, got 3: parameters are not sharded yet")
-    passes = check_passes(backward_passes_per_step)
-    collectives = join(process_set)
-    groups_of = [list(g["params"]) for g in optimizer.param_groups]
-    named = name_parameters(groups_of, named_parameters)
-    if num_groups and groups is None:
-        groups = num_groups
-    named = bucket_groups(named, groups)
-    if bucket_bytes is None:
-        bucket_bytes = groups_bucket_bytes(named, groups)
-    options = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
-    config = ZeroConfig(
-        stage=stage,
-        reduce_dtype=_dtype_name(reduce_dtype),
-        master_dtype=_dtype_name(master_dtype),
-        grad_clip=grad_clip,
-        partition=choose_partition(optimizer, partition),
-        **options,
-    )
-    return ZeroOptimizer(
-        optimizer,
-        named,
-        collectives,
-        config,
-        wire=wire_dtype(compression, config),
-        average=op == hvd.Average,
-        predivide=gradient_predivide_factor,
-        passes=passes,
-    )
-
-
-def _dtype_name(dtype: torch.dtype | str | None) -> str | None:
-    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype

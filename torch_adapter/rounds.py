@@ -121,3 +121,11 @@ class Rounds:
                 section.reducer.send(ready.pop(0))
             if not section.schedule.finished:
                 return
+
+
+def check_passes(passes: int) -> int:
+    if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
+        raise ValueError(
+            f"backward_passes_per_step must be a whole number of at least 1, got {passes!r}"
+        )
+    return passes

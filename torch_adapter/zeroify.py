@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from zerohvd.torch.collectives import TorchCollectives
-from zerohvd.torch.optimizer import DistributedOptimizer, ZeroOptimizer
+from zerohvd.torch.distributed import DistributedOptimizer
+from zerohvd.torch.optimizer import ZeroOptimizer
 
 
 def zeroify(
