@@ -149,7 +149,7 @@ def test_the_text_says_who_where_and_how_many():
 
 def test_ranks_that_cannot_find_each_other_are_an_error():
     started = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}
-    with pytest.raises(RuntimeError, match="started 4 ranks.*Horovod sees one"):
+    with pytest.raises(RuntimeError, match=r"started 4 ranks.*Horovod sees one"):
         check_ranks(started, size=1)
     check_ranks(started, size=4)
     check_ranks({}, size=1)
