@@ -32,7 +32,7 @@ def mlp():
     return model, x, np.arange(16) % 1000
 
 
-def transformer(vocabulary=12000, width=384, blocks=6, length=32):
+def transformer(vocabulary=16000, width=384, blocks=6, length=32):
     keras.utils.set_random_seed(1)
     tokens = keras.Input((length,), dtype="int32")
     h = keras.layers.Embedding(vocabulary, width)(tokens)

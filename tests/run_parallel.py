@@ -16,7 +16,7 @@ from pathlib import Path
 from zerohvd.launching import launch
 
 ROOT = Path(__file__).resolve().parent.parent
-SUITES = {"torch": "tests/parallel/torch_ranks", "keras": "tests/parallel/keras"}
+SUITES = {"torch": "tests/parallel/torch_ranks", "keras": "tests/parallel/keras_ranks"}
 SIZES = (1, 2, 3, 4)
 TIMEOUT = 600.0
 

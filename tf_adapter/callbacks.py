@@ -8,26 +8,70 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 
-from zerohvd.collectives import HorovodCollectives
-from zerohvd.keras import saving
+from zerohvd.keras import keras_hooks, saving
 from zerohvd.keras.broadcasting import broadcast_variables
 
 
 class MetricAverage(keras.callbacks.Callback):
-    """Average the metrics of an epoch over the ranks.
+    """Average the metrics of an epoch over the ranks, by how much each rank's is worth.
+
+    A metric that is a mean counts as much as the samples (or sample weights) it is the mean of,
+    any other as much as the samples of the loss: ranks may have different numbers of them.
 
     Put it first: callbacks behind it (ReduceLROnPlateau, EarlyStopping, Checkpoint) then see the
     same numbers on all ranks and decide alike.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._counts: dict[str, float] = {}
+        self._tested = False
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._counts, self._tested = {}, False
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        # Validation begins where training has ended, and starts the same metrics afresh.
+        if not self._tested:
+            self._counts.update(_counts(self.model))
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._counts.update({f"val_{n}": c for n, c in _counts(self.model).items()})
+        self._tested = True
+
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if not logs:
             return
-        ranks = HorovodCollectives(hvd)
+        if not self._tested:
+            self._counts.update(_counts(self.model))
         names = sorted(k for k, v in logs.items() if np.ndim(v) == 0)
-        mine = ranks.from_numpy(np.array([float(logs[n]) for n in names], np.float64))
-        mean = ranks.to_numpy(ranks.allreduce(mine, "average", name="zero/metrics"))
+        values = np.array([float(logs[n]) for n in names], np.float64)
+        counts = np.array([self._count(n) for n in names], np.float64)
+        # A mean of no samples may be NaN, and must not spoil those of other ranks.
+        sent = np.stack([np.where(counts > 0, values * counts, 0.0), counts, values])
+        ranks = keras_hooks.ranks_of(self.model)
+        summed = ranks.allreduce(ranks.from_numpy(sent), name="zero/metrics")
+        total, count, plain = ranks.to_numpy(summed)
+        # Nobody counted what a train_step of one's own returns.
+        mean = np.where(count > 0, total / np.where(count > 0, count, 1.0), plain / ranks.size)
         logs.update(zip(names, map(float, mean), strict=True))
+
+    def _count(self, name: str) -> float:
+        samples = self._counts.get("val_loss" if name.startswith("val_") else "loss", 1.0)
+        return self._counts.get(name, samples)
+
+
+def _counts(model: Any) -> dict[str, float]:
+    """How much each mean among the model's metrics is the mean of."""
+    found: dict[str, float] = {}
+    several: set[str] = set()
+    for metric in model.metrics:
+        for part in getattr(metric, "metrics", None) or [metric]:
+            if isinstance(part, keras.metrics.Mean):
+                if part.name in found:
+                    several.add(part.name)
+                found[part.name] = float(part.count)
+    return {name: count for name, count in found.items() if name not in several}
 
 
 class LearningRateWarmup(keras.callbacks.Callback):
@@ -74,7 +118,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
                 "LearningRateWarmup needs steps_per_epoch: the dataset does not know its length"
             )
         progress = min(1.0, (self._epoch + batch / steps) / self.warmup_epochs)
-        size = hvd.size()
+        size = keras_hooks.ranks_of(self.model).size
         rate = self.initial_lr * (1 + progress * (size - 1)) / size
         self.model.optimizer.learning_rate = rate
         if progress >= 1.0:
@@ -97,7 +141,7 @@ class BroadcastWeights(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         # Seeds of random generators are whole numbers, and should differ between ranks.
         floats = [v for v in self.model.variables if "float" in str(v.dtype)]
-        broadcast_variables(floats, HorovodCollectives(hvd), self.root)
+        broadcast_variables(floats, keras_hooks.ranks_of(self.model), self.root)
 
 
 class Checkpoint(keras.callbacks.Callback):
@@ -132,7 +176,8 @@ class Checkpoint(keras.callbacks.Callback):
             return
         path = self.filepath.format(epoch=epoch + 1, **logs)
         if self.save_weights_only:
-            saving.on_one_rank(lambda: self.model.save_weights(path))
+            ranks = keras_hooks.ranks_of(self.model)
+            saving.on_one_rank(lambda: self.model.save_weights(path), ranks)
         else:
             saving.save_model(self.model, path)
 
@@ -142,7 +187,7 @@ class Checkpoint(keras.callbacks.Callback):
                 f"Checkpoint monitors {self.monitor!r}, but the metrics are {sorted(logs)}"
             )
         # All ranks follow rank 0: they must all save, or none.
-        value = HorovodCollectives(hvd).broadcast_object(
+        value = keras_hooks.ranks_of(self.model).broadcast_object(
             float(logs[self.monitor]), name="zero/monitor"
         )
         better = self.best is None or (

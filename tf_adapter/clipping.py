@@ -53,7 +53,7 @@ def by_norm(
     limit = global_limit(inner, config)
     agreed = tf.stack(squares) if inner.clipnorm else tf.reshape(tf.add_n(squares), [1])
     if wire is not None:
-        agreed = wire.allreduce(agreed, "zero/norms")
+        agreed = wire.allreduce(agreed, f"{wire.prefix}/norms")
         wire.keep(agreed)
     norms = tf.sqrt(agreed)
     if inner.clipnorm:

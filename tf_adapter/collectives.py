@@ -14,13 +14,15 @@ from typing import Any, NamedTuple
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from zerohvd.collectives import HorovodCollectives
+from zerohvd.collectives import Collectives, HorovodCollectives, SingleProcess
 from zerohvd.commlog import CommLog, CommunicationReport
 from zerohvd.keras import arrays
 
 _NARROW = (tf.float16, tf.bfloat16)
 # What is agreed upon (counts, flags, norms) is small and may be constant; gradients are neither.
 _SMALL = 4096
+# How many Wires have been made per process set; each has names of its own.
+_made: dict[int, int] = {}
 
 
 class _Planned(NamedTuple):
@@ -106,14 +108,40 @@ class Plan:
         return self._marks[name]
 
 
+def join(process_set: Any = None) -> Collectives:
+    """Eager collectives of this rank in `process_set`; outside of it, a rank is on its own."""
+    if hvd.is_initialized() and process_set is not None:
+        if process_set.process_set_id is None:
+            raise ValueError(
+                f"process_set {process_set} is not registered: pass it to "
+                "hvd.init(process_sets=[...]) or hvd.add_process_set() first"
+            )
+        if not process_set.included():
+            return SingleProcess()
+    return HorovodCollectives(hvd, process_set)
+
+
+def _agree_on_number(ranks: Collectives, process_set: Any) -> int:
+    """One that no Wire of these ranks had before, although some ranks may have started later."""
+    if ranks.size == 1:
+        return 0
+    key = process_set.process_set_id
+    number = max(ranks.allgather_object(_made.get(key, 0), name="zero/agree/number"))
+    _made[key] = number + 1
+    return number
+
+
 class Wire:
-    """The ranks of one process set, joined by horovod.tensorflow."""
+    """The ranks of one process set, joined by horovod.tensorflow; all of them must make it."""
 
     def __init__(self, process_set: Any = None) -> None:
-        # Checks Horovod and the process set; also what the eager agreements at build go through.
-        self.eager = HorovodCollectives(hvd, process_set)
+        # What the agreements at build go through.
+        self.eager = join(process_set)
         self.rank, self.size = self.eager.rank, self.eager.size
         self._set = hvd.global_process_set if process_set is None else process_set
+        # The same name twice at a time is an error, and two optimizers may share a step.
+        number = _agree_on_number(self.eager, self._set)
+        self.prefix = f"zero.{number}" if number else "zero"
         with tf.init_scope():
             self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
             self._kept = tf.Variable(0.0, trainable=False, name="kept")

@@ -100,5 +100,6 @@ def _check_order(dataset: tf.data.Dataset, ranks: HorovodCollectives) -> None:
         raise ValueError(
             f"the first batch of ranks {differ} is not that of rank 0: ranks would train on some "
             "samples twice and on others never. Give the dataset the same order on all ranks, "
-            "such as shuffle(..., seed=1); or pass check=False if that is meant."
+            "such as shuffle(..., seed=1) under the same tf.random.set_seed; or pass check=False "
+            "if that is meant."
         )

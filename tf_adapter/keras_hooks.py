@@ -28,6 +28,8 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from zerohvd.keras.collectives import join
+
 _models: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 _installed = False
 
@@ -61,6 +63,14 @@ def unwrap(optimizer: Any) -> Any:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
     return optimizer if isinstance(optimizer, DistributedOptimizer) else None
+
+
+def ranks_of(model: Any) -> Any:
+    """Eager collectives of the ranks that train `model`."""
+    optimizer = unwrap(getattr(model, "optimizer", None))
+    if optimizer is not None and optimizer.step is not None:
+        return optimizer.step.wire.eager
+    return join(optimizer.process_set if optimizer is not None else None)
 
 
 def other_state(optimizer: Any) -> list[Any]:

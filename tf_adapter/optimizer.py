@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
@@ -16,7 +17,7 @@ from zerohvd.keras import broadcasting, keras_hooks, partition, state, weighting
 from zerohvd.keras.collectives import Wire
 from zerohvd.keras.pieces import NARROW, PieceVariable, tf_variable, variable_path
 from zerohvd.keras.step import Step
-from zerohvd.launchers import detect
+from zerohvd.launchers import check_ranks
 from zerohvd.layout import Layout, ParamSpec, build_layout
 
 # glibc gives blocks beyond this back to the system, and takes a page fault for each of their
@@ -54,7 +55,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         master_dtype: Shards are updated in this dtype; None: float32 for 16-bit variables.
         grad_clip: Clip to this global norm; the same as the inner optimizer's `global_clipnorm`.
         broadcast: Give all ranks the weights of rank 0 when the optimizer is built.
-        process_set: The ranks that take part; all of them unless given.
+        process_set: The ranks that take part, all of them unless given; any other trains alone.
         name: Of this optimizer.
     """
 
@@ -88,7 +89,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         self.scaler = optimizer if scaled else None
         self.inner_optimizer = optimizer.inner_optimizer if scaled else optimizer
         self.broadcast = broadcast
-        self._process_set = process_set
+        self.process_set = process_set
         self._iterations = self.inner_optimizer._iterations
         self.step: Step | None = None
         # What is stored while a model is being saved; None: nobody has collected it.
@@ -108,13 +109,13 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             return
         variables = list(variables)
         with tf.init_scope():
-            wire = Wire(self._process_set)
-            _check_launch(wire)
+            wire = Wire(self.process_set)
+            check_ranks(os.environ, hvd.size())
             layout = self._layout(variables, wire)
             settings = {
                 **self.config.as_dict(),
                 "optimizer": type(self.inner_optimizer).__name__,
-                "config": self.inner_optimizer.get_config(),
+                "config": _options(self.inner_optimizer),
             }
             check_agreement(wire.eager, layout, settings)
             if self.broadcast:
@@ -364,14 +365,9 @@ def _check_inner(optimizer: Any, config: ZeroConfig) -> None:
         )
 
 
-def _check_launch(wire: Wire) -> None:
-    launcher = detect(os.environ)
-    if launcher.launched and launcher.size > 1 and wire.eager._hvd.size() == 1:
-        raise RuntimeError(
-            f"{launcher} started {launcher.size} processes, but Horovod sees only one: they would "
-            "train apart from each other. Horovod was built without this launcher's MPI; "
-            "`zerohvd doctor` shows what is wrong."
-        )
+def _options(optimizer: Any) -> dict[str, Any]:
+    # Keras numbers names by the order of creation, which may differ between ranks.
+    return {k: v for k, v in optimizer.get_config().items() if k != "name"}
 
 
 def _specs(variables: Sequence[Any]) -> list[ParamSpec]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import horovod.tensorflow as hvd
-
-from zerohvd.collectives import HorovodCollectives
+from zerohvd.collectives import Collectives
 from zerohvd.errors import ZeroError
 from zerohvd.keras import state
-from zerohvd.keras.keras_hooks import unwrap
+from zerohvd.keras.keras_hooks import ranks_of, unwrap
 
 
 def save_model(model: Any, filepath: Any, *, root: int = 0, **options: Any) -> None:
@@ -39,12 +37,11 @@ def save_model(model: Any, filepath: Any, *, root: int = 0, **options: Any) -> N
             if optimizer is not None:
                 optimizer.saved_state = None
 
-    on_one_rank(write, root)
+    on_one_rank(write, ranks_of(model), root)
 
 
-def on_one_rank(function: Callable[[], None], root: int = 0) -> None:
+def on_one_rank(function: Callable[[], None], collectives: Collectives, root: int = 0) -> None:
     """Run `function` on rank `root` while the others wait; an error is raised on all of them."""
-    collectives = HorovodCollectives(hvd)
     error: Exception | None = None
     if collectives.rank == root:
         try:

@@ -82,6 +82,10 @@ class Step:
         factor = self._mean_factor(weight, grads)
         if weight is not None:
             grads = [gradients.times(g, weight) for g in grads]
+            if self.local_sums:
+                # The batches that are added up may differ in weight: each counts as one, as in
+                # Keras, so each is divided by its own.
+                grads, factor = [gradients.times(g, factor) for g in grads], None
         scale = self._loss_scale(scaler)
         if self._pipelined(scaler):
             self._finish(self._reduce_and_update(grads, factor, scale))
@@ -237,7 +241,7 @@ class Step:
         if weight is None:
             return None if self.wire.size == 1 else 1.0 / self.wire.size
         with tf.control_dependencies(gradients.first_of(grads)):
-            total = self.wire.allreduce(tf.reshape(weight, [1]), "zero/weight")
+            total = self.wire.allreduce(tf.reshape(weight, [1]), f"{self.wire.prefix}/weight")
         self.wire.keep(total)
         return tf.math.divide_no_nan(1.0, total[0])
 
@@ -252,7 +256,8 @@ class Step:
         """The same answer on every rank: no rank has seen an infinity or a NaN."""
         flags = [tf.reduce_all(tf.math.is_finite(g)) for g in grads if g is not None]
         mine = tf.cast(tf.reduce_all(tf.stack(flags)), tf.float32) if flags else tf.ones([])
-        return self.wire.allreduce(tf.reshape(mine, [1]), "zero/finite", op="min")[0] > 0
+        name = f"{self.wire.prefix}/finite"
+        return self.wire.allreduce(tf.reshape(mine, [1]), name, op="min")[0] > 0
 
     def _clip(self, grads: Sequence[Any]) -> list[Any]:
         if clipping.needs_norms(self.inner, self.config):
@@ -367,7 +372,7 @@ class Step:
 
     def _name(self, bucket: Bucket, op: str) -> str:
         first = self.layout.params[bucket.slots[0].param].name
-        return f"zero/b{bucket.index}/{op}/{_op_name(first)}"
+        return f"{self.wire.prefix}/b{bucket.index}/{op}/{_op_name(first)}"
 
 
 def _op_name(name: str) -> str:

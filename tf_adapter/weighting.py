@@ -44,6 +44,11 @@ class weight:
         _Announced.value = None
 
 
+def clear() -> None:
+    """Forget an announced weight."""
+    _Announced.value = None
+
+
 def take() -> Any:
     """The announced weight as a float32 tensor, or None; it is used up."""
     value, _Announced.value = _Announced.value, None

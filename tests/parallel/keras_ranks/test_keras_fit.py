@@ -34,11 +34,16 @@ def expected():
     return world.plain(adam)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"steps_per_execution": 2}, {"run_eagerly": True}], ids=str
-)
-def test_fit(options, expected):
-    model, optimizer = compiled(**options)
+WAYS = {
+    "graph": {},
+    "steps_per_execution": {"steps_per_execution": 2},
+    "eager": {"run_eagerly": True},
+}
+
+
+@pytest.mark.parametrize("way", world.few(WAYS, "graph"))
+def test_fit(way, expected):
+    model, optimizer = compiled(**WAYS[way])
     model.fit(dataset(), verbose=0)
     # Keras and the oracle compute the loss by different operations.
     world.assert_same(world.weights(model), expected, bitwise=False, tolerance=1e-5)
@@ -46,6 +51,7 @@ def test_fit(options, expected):
     assert int(optimizer.iterations) == world.STEPS
 
 
+@world.at_two_ranks
 def test_train_on_batch_evaluate_predict(expected):
     model, _ = compiled()
     for step in range(world.STEPS):
@@ -84,6 +90,7 @@ def test_initial_weights_are_those_of_rank_0():
     assert model.layers[-1].moving_mean.numpy() == [0.0]
 
 
+@world.at_two_ranks
 def test_weights_loaded_later_are_broadcast():
     model, optimizer = compiled()
     optimizer.build(model.trainable_variables)
@@ -93,6 +100,7 @@ def test_weights_loaded_later_are_broadcast():
     world.assert_ranks_agree(world.weights(model))
 
 
+@world.at_two_ranks
 def test_learning_rate_callbacks():
     model, optimizer = compiled()
     warmup = zero.callbacks.LearningRateWarmup(0.01, warmup_epochs=1)
@@ -107,6 +115,7 @@ def test_learning_rate_callbacks():
     assert np.isclose(seen[world.STEPS], 0.01) and np.isclose(seen[-1], 0.002)
 
 
+@world.at_two_ranks
 def test_metrics_are_averaged_before_other_callbacks_see_them():
     model, optimizer = compiled()
     plateau = keras.callbacks.ReduceLROnPlateau("loss", patience=0, min_delta=1e9, factor=0.5)
@@ -117,6 +126,7 @@ def test_metrics_are_averaged_before_other_callbacks_see_them():
     assert float(optimizer.learning_rate) < 0.01
 
 
+@world.at_two_ranks
 def test_xla_is_switched_off(capsys):
     model, _ = compiled(jit_compile=True)
     assert not model.jit_compile
@@ -130,6 +140,7 @@ def test_xla_is_switched_off(capsys):
         step(tf.ones([1]))
 
 
+@world.at_two_ranks
 def test_zeroify(expected):
     model = world.make_model()
     model.compile(optimizer=adam(), loss="mse")
@@ -139,6 +150,7 @@ def test_zeroify(expected):
     world.assert_same(world.weights(model), expected, bitwise=False, tolerance=1e-5)
 
 
+@world.at_two_ranks
 def test_progress_bar_on_rank_0_only(capsys):
     model, _ = compiled()
     model.fit(dataset(), epochs=1)
@@ -146,10 +158,13 @@ def test_progress_bar_on_rank_0_only(capsys):
     assert zero.verbose() == ("auto" if world.RANK == 0 else 0)
 
 
-@pytest.mark.parametrize("rest", [0, 1, world.SIZE + 1])
+RESTS = {"nothing": 0, "one_sample": 1, "one_each_and_one": world.SIZE + 1}
+
+
+@pytest.mark.parametrize("rest", world.few(RESTS, "one_sample"))
 def test_uneven_datasets_train_as_one_process_would(rest):
     """The last batch is smaller, down to one sample for all ranks."""
-    count = 2 * world.SIZE * 2 + rest
+    count = 2 * world.SIZE * 2 + RESTS[rest]
     data = tf.data.Dataset.from_tensor_slices((world.X[:count], world.Y[:count]))
     data = data.shuffle(64, seed=3).batch(2 * world.SIZE)
     alone = world.make_model()
@@ -170,6 +185,50 @@ def test_datasets_in_different_orders_are_refused():
         return
     with pytest.raises(ValueError, match="seed"):
         zero.shard_dataset(data)
+
+
+def test_metrics_count_by_samples():
+    """Rank r has 2 (r + 1) samples to train on and r + 1 to validate."""
+    model, _ = compiled(optimizer=keras.optimizers.SGD(0.0), metrics=["mae"])
+    x, y = (a[: 2 * (world.RANK + 1)] for a in (world.X, world.Y))
+    history = model.fit(
+        x, y, batch_size=len(x), verbose=0, epochs=2, shuffle=False,
+        validation_data=(x[: world.RANK + 1], y[: world.RANK + 1]),
+        callbacks=[zero.callbacks.MetricAverage()],
+    )  # fmt: skip
+    predicted = model.predict(world.X, verbose=0)
+    for prefix, each in (("", 2), ("val_", 1)):
+        counts = [each * (r + 1) for r in range(world.SIZE)]
+        error = np.concatenate([(predicted - world.Y)[:n] for n in counts])
+        got = history.history
+        np.testing.assert_allclose(got[f"{prefix}loss"], np.mean(error**2), rtol=1e-5)
+        np.testing.assert_allclose(got[f"{prefix}mae"], np.mean(np.abs(error)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("stage", world.few("012", "1"))
+def test_weights_of_accumulated_batches(stage):
+    """Each of the batches that are added up is a union of its own, as in plain Keras."""
+    counts = [[r + 1, 2 * (world.SIZE - r)] for r in range(world.SIZE)]
+    results = []
+    for distributed in (False, True):
+        model = world.make_model()
+        optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+        if distributed:
+            optimizer = zero.DistributedOptimizer(optimizer, stage=int(stage))
+        optimizer.build(model.trainable_variables)
+        for step in range(4):
+            own = [c[step % 2] for c in counts]
+            start = sum(own[: world.RANK])
+            cut = slice(start, start + own[world.RANK]) if distributed else slice(sum(own))
+            x, y = world.X[cut], world.Y[cut]
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(x) - y) ** 2)
+            grads = tape.gradient(loss, model.trainable_variables)
+            if distributed:
+                zero.weight(len(x))
+            optimizer.apply(grads, model.trainable_variables)
+        results.append(world.weights(model))
+    world.assert_same(results[1], results[0], bitwise=False, tolerance=2e-6)
 
 
 def test_weighted_ranks_equal_the_union():

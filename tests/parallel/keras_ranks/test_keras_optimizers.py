@@ -24,7 +24,7 @@ def _exists(names):
     return [n for n in names if hasattr(keras.optimizers, n)]
 
 
-@pytest.mark.parametrize("name", world.few(_exists(FLAT), "Adam Nadam Ftrl"))
+@pytest.mark.parametrize("name", world.few(_exists(FLAT), "Adam Nadam"))
 def test_elementwise_optimizers_are_cut_flat(name):
     def make():
         return getattr(keras.optimizers, name)(learning_rate=0.01)
@@ -35,7 +35,7 @@ def test_elementwise_optimizers_are_cut_flat(name):
     world.assert_ranks_agree(got)
 
 
-@pytest.mark.parametrize("name", world.few(_exists(WHOLE), "Lamb Adafactor"))
+@pytest.mark.parametrize("name", world.few(_exists(WHOLE), "Lamb"))
 def test_whole_tensor_optimizers_keep_variables_whole(name):
     def make():
         return getattr(keras.optimizers, name)(learning_rate=0.01)
@@ -47,12 +47,12 @@ def test_whole_tensor_optimizers_keep_variables_whole(name):
     world.assert_ranks_agree(got)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", world.few("01", "0"))
 def test_lower_stages(stage):
     def make():
         return keras.optimizers.Adam(0.01)
 
-    got, _ = world.sharded(make, stage=stage)
+    got, _ = world.sharded(make, stage=int(stage))
     world.assert_same(got, world.plain(make))
 
 
@@ -73,6 +73,7 @@ def test_small_buckets_and_chunks_change_nothing(monkeypatch):
     world.assert_same(got, world.plain(make))
 
 
+@world.at_two_ranks
 def test_unknown_subclass_keeps_variables_whole():
     class Mine(keras.optimizers.SGD):
         def update_step(self, gradient, variable, learning_rate):

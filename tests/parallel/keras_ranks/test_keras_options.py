@@ -39,7 +39,7 @@ CLOSE = {
 }
 
 
-@pytest.mark.parametrize("option", world.few(BITWISE, "weight_decay ema_overwrite accumulation"))
+@pytest.mark.parametrize("option", world.few(BITWISE, "ema_overwrite"))
 def test_option(option):
     got, _ = world.sharded(BITWISE[option])
     world.assert_same(got, world.plain(BITWISE[option]))
@@ -52,6 +52,7 @@ def test_option_with_norms(option):
     world.assert_ranks_agree(got)
 
 
+@world.at_two_ranks
 def test_stage_1_reduces_accumulated_gradients_once():
     make = BITWISE["accumulation"]
     got, optimizer = world.sharded(make, stage=1, steps=4)
@@ -62,11 +63,13 @@ def test_stage_1_reduces_accumulated_gradients_once():
     assert set(zero.communication_report(optimizer)) == {"total"}
 
 
+@world.at_two_ranks
 def test_grad_clip_is_global_clipnorm():
     got, _ = world.sharded(lambda: opts.SGD(0.1), grad_clip=0.05)
     world.assert_same(got, world.plain(CLOSE["global_clipnorm"]), bitwise=False)
 
 
+@world.at_two_ranks
 @pytest.mark.parametrize("by", ["names", "variables"])
 def test_weight_decay_exclusions(by):
     def exclude(optimizer, model):
@@ -85,6 +88,7 @@ def test_weight_decay_exclusions(by):
     world.assert_same(results[1], results[0])
 
 
+@world.at_two_ranks
 def test_constraints_see_whole_variables():
     def model():
         return world.make_model(kernel_constraint=keras.constraints.MaxNorm(0.3))
@@ -93,6 +97,7 @@ def test_constraints_see_whole_variables():
     world.assert_same(got, world.plain(lambda: opts.SGD(0.5), model()))
 
 
+@world.at_two_ranks
 def test_final_averages_are_written_to_the_model():
     results = []
     for distributed in (False, True):
@@ -105,6 +110,7 @@ def test_final_averages_are_written_to_the_model():
     world.assert_same(results[1], results[0])
 
 
+@world.at_two_ranks
 def test_learning_rate_and_iterations_are_the_inner_ones():
     _got, optimizer = world.sharded(lambda: opts.Adam(0.01))
     assert int(optimizer.iterations) == world.STEPS
@@ -116,6 +122,7 @@ def test_learning_rate_and_iterations_are_the_inner_ones():
         _ = optimizer.no_such_thing
 
 
+@world.at_two_ranks
 def test_eager_equals_graph():
     graph, _ = world.sharded(lambda: opts.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2))
     eager, _ = world.sharded(

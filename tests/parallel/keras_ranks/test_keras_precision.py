@@ -30,7 +30,7 @@ def loss_scale(optimizer):
     return float(scaler.dynamic_scale)
 
 
-@pytest.mark.parametrize("how", WRAPPED)
+@pytest.mark.parametrize("how", world.few(WRAPPED, "inside accumulating"))
 def test_overflow_on_one_rank_is_skipped_by_all(how):
     model, optimizer = world.make_model(), WRAPPED[how]()
     variables = model.trainable_variables
@@ -59,12 +59,12 @@ def test_overflow_on_one_rank_is_skipped_by_all(how):
     world.assert_ranks_agree(world.weights(model))
 
 
-@pytest.mark.parametrize("wrap", [False, True], ids=["compile_wraps", "given"])
-def test_mixed_float16_in_fit(wrap):
+@pytest.mark.parametrize("wrapped", world.few(["by_compile", "by_hand"], "by_compile"))
+def test_mixed_float16_in_fit(wrapped):
     with _policy("mixed_float16"):
         model = world.make_model()
     inner = keras.optimizers.Adam(0.01)
-    optimizer = zero.DistributedOptimizer(scaled(inner) if wrap else inner)
+    optimizer = zero.DistributedOptimizer(scaled(inner) if wrapped == "by_hand" else inner)
     model.compile(optimizer=optimizer, loss="mse")
     x, y = world.batch(0)
     model.fit(x, y, epochs=3, batch_size=world.PER_RANK, verbose=0)
@@ -90,6 +90,7 @@ class _policy:
         keras.config.set_dtype_policy(self.before)
 
 
+@world.at_two_ranks
 def test_mixed_bfloat16():
     with _policy("mixed_bfloat16"):
         got, _ = world.sharded(lambda: keras.optimizers.Adam(0.01))
@@ -97,7 +98,7 @@ def test_mixed_bfloat16():
     world.assert_same(got, expected)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", world.few(["bfloat16", "float16"], "bfloat16"))
 def test_16_bit_variables_have_float32_masters(dtype):
     """Steps far below the resolution of the variable still add up."""
     variable = keras.Variable(np.ones(37, "float32"), dtype=dtype, name="w")
@@ -122,6 +123,7 @@ def test_16_bit_variables_have_float32_masters(dtype):
     np.testing.assert_allclose(variable.numpy().astype("float32"), 2.0, atol=0.01)
 
 
+@world.at_two_ranks
 def test_reduce_dtype_halves_the_gradient_volume():
     got, optimizer = world.sharded(lambda: keras.optimizers.SGD(0.1), reduce_dtype="bfloat16")
     world.assert_same(
@@ -144,9 +146,13 @@ def embedding_model(rows):
     )
 
 
-@pytest.mark.parametrize(("rows", "stage"), [(997, 2), (997, 0), (11, 2)])
-def test_sparse_gradients(rows, stage):
+TABLES = {"large": (997, 2), "large_stage_0": (997, 0), "small": (11, 2)}
+
+
+@pytest.mark.parametrize("table", world.few(TABLES, "large"))
+def test_sparse_gradients(table):
     """Rows travel where the table is large, the table where it is small."""
+    rows, stage = TABLES[table]
     rng = np.random.default_rng(1)
     ids = rng.integers(0, rows, size=(world.STEPS, world.SIZE, 6, 3)).astype("int32")
     target = rng.normal(size=(6, 1)).astype("float32")
