@@ -15,9 +15,11 @@ from zerohvd.torch import arrays
 from zerohvd.torch.buffers import zero_padding
 from zerohvd.torch.collectives import Exchange, LocalCollectives, TorchCollectives
 
-# Buckets on their way at a time. One travels while the next is computed; more would only hold
-# more full gradients, and stage 2 promises two buckets of them.
-IN_FLIGHT = 2
+# A bucket of the user's travels in this many parts, each a bucket of the layout. Of these, seven
+# may be on their way while one is filled: full gradients of two buckets at most. With fewer, ranks
+# wait for each other at every turn and pay for each other's hiccups.
+PARTS_PER_BUCKET = 4
+IN_FLIGHT = 2 * PARTS_PER_BUCKET - 1
 
 # Between two looks at a collective under way: short against the time a bucket takes.
 _POLL_SECONDS = 1e-4
@@ -112,6 +114,8 @@ class GradReducer:
         Waiting without end inside a backward pass could be for ever: another rank may have left
         its own already, and wait for this one in a collective of the user's.
         """
+        while self._pending and self._pending[0].exchange.handle.done():
+            self._finish(self._pending.popleft())
         deadline = time.monotonic() + patience
         while len(self._pending) >= IN_FLIGHT or any(p.bucket == b for p in self._pending):
             oldest = self._pending[0]

@@ -114,7 +114,7 @@ class Rounds:
         for section, ready in zip(self._sections, self._ready, strict=True):
             section.reducer.weight = self.weight
             while ready:
-                # Beyond two buckets under way, wait for the other ranks, which keeps memory low;
+                # With enough buckets under way, wait for the other ranks, which keeps memory low;
                 # but a rank that does not come within our patience is elsewhere, so stop waiting.
                 if not section.reducer.has_room(ready[0], self._patience):
                     self._patience = 0.0

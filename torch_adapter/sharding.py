@@ -17,7 +17,7 @@ from zerohvd.schedule import Schedule
 from zerohvd.torch import arrays
 from zerohvd.torch.buffers import FlatParams, piece_view
 from zerohvd.torch.collectives import Handle, LocalCollectives, TorchCollectives
-from zerohvd.torch.reducer import GradReducer
+from zerohvd.torch.reducer import PARTS_PER_BUCKET, GradReducer
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -88,7 +88,7 @@ class ShardedParams:
         self.layout: Layout = build_layout(
             [n.spec for n in named],
             size,
-            bucket_bytes=config.bucket_bytes,
+            bucket_bytes=max(1, config.bucket_bytes // PARTS_PER_BUCKET),
             partition=config.partition,
         )
         check_agreement(collectives, self.layout, settings)

@@ -18,8 +18,9 @@ class ZeroConfig:
     stage: int = 2
     """0: plain data parallelism; 1: sharded optimizer state; 2: and gradients; 3: and params."""
 
-    bucket_bytes: int = 4 * MIB
-    """How many bytes of parameters travel together. Larger means fewer, longer collectives."""
+    bucket_bytes: int = 16 * MIB
+    """How many bytes of gradients are handled together: stage 2 holds full gradients of at most
+    two buckets. Larger means fewer, longer collectives."""
 
     partition: str = "auto"
     """"flat" cuts buckets anywhere (elementwise optimizers), "parameter" keeps parameters whole
@@ -47,7 +48,7 @@ class ZeroConfig:
         if self.bucket_bytes < 1:
             raise ValueError(
                 f"bucket_bytes must be at least 1, got {self.bucket_bytes}; "
-                f"the default is {8 * MIB}"
+                f"the default is {16 * MIB}"
             )
         if self.partition not in PARTITIONS:
             raise ValueError(f"partition must be one of {PARTITIONS}, got {self.partition!r}")

@@ -14,7 +14,7 @@ from zerohvd.config import MIB, STAGES, ZeroConfig
 def test_the_defaults_are_stage_2_and_buckets_of_8_mib():
     config = ZeroConfig()
     assert config.stage == 2
-    assert config.bucket_bytes == 8 * MIB
+    assert config.bucket_bytes == 16 * MIB
     assert config.partition == "auto"
     assert config.grad_clip is None
 
@@ -44,7 +44,7 @@ def test_settings_that_exist(settings):
         ({"stage": "2"}, TypeError, "stage must be an integer"),
         ({"stage": True}, TypeError, "stage must be an integer"),
         ({"stage": 2.0}, TypeError, "stage must be an integer"),
-        ({"bucket_bytes": 0}, ValueError, "bucket_bytes must be at least 1.*default is 8388608"),
+        ({"bucket_bytes": 0}, ValueError, "bucket_bytes must be at least 1.*default is 16777216"),
         ({"bucket_bytes": 1e6}, TypeError, "integer number of bytes"),
         ({"bucket_bytes": True}, TypeError, "integer number of bytes"),
         ({"partition": "whole"}, ValueError, "partition must be one of .*got 'whole'"),
