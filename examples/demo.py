@@ -54,7 +54,7 @@ def main() -> None:
             ]
             loss = f"{done['before']:.3f} -> {done['after']:.3f}"
             table.add_row(job, f"{done['params']:,}", loss, *cells)
-    Console(width=120).print(table)
+    Console(width=130).print(table)
 
 
 if __name__ == "__main__":
