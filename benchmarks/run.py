@@ -6,8 +6,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+from zerohvd.launching import launch
 
-for script in sorted(HERE.glob("*_*.py")):
-    print(f"== {script.name}", flush=True)
-    subprocess.run([sys.executable, str(script)], check=True)
+HERE = Path(__file__).resolve().parent
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "TF_NUM_INTRAOP_THREADS": "1",
+    "TF_NUM_INTEROP_THREADS": "1",
+    "TF_ENABLE_ONEDNN_OPTS": "0",
+}
+
+print("== PyTorch", flush=True)
+subprocess.run([sys.executable, str(HERE / "torch_step_time.py")], check=True)
+print("== Keras", flush=True)
+keras = [sys.executable, str(HERE / "keras_step_time.py")]
+done = launch(2, keras, timeout=1800, env=ONE_THREAD, echo=True)
+sys.exit(0 if done.ok else done.explain())
