@@ -124,17 +124,18 @@ class ShardedParams:
             if config.master_dtype is not None:
                 dtype = arrays.dtype_of(config.master_dtype)
             same = dtype == flat.dtype
-            masters.append(None if same else self._own_part(b, flat).to(dtype))
+            masters.append(None if same else self.param_shard(b).to(dtype))
         return masters
 
-    def _own_part(self, b: int, flat: torch.Tensor) -> torch.Tensor:
+    def param_shard(self, b: int) -> torch.Tensor:
+        """This rank's part of bucket `b`, in the parameters' own dtype: 1-D."""
         span = self.layout.buckets[b].span(self.rank)
-        return flat[span.start : span.stop]
+        return self.flat.flats[b][span.start : span.stop]
 
     def _own(self, piece: Piece) -> OwnedPiece:
         b = piece.bucket
         master = self.masters[b]
-        shard = self._own_part(b, self.flat.flats[b]) if master is None else master
+        shard = self.param_shard(b) if master is None else master
         shape = self.params[piece.param].shape
         view = piece_view(shard, self.layout.buckets[b], self.rank, piece, shape)
         return OwnedPiece(piece, torch.nn.Parameter(view.detach()))
@@ -172,7 +173,7 @@ class ShardedParams:
         for b, flat in enumerate(self.flat.flats):
             master = self.masters[b]
             if master is not None:
-                self._own_part(b, flat).copy_(master)
+                self.param_shard(b).copy_(master)
             if self.layout.size > 1:
                 handle = self._collectives.gather_start(flat, self._lengths[b], name=self._names[b])
                 under_way.append(handle)
@@ -188,7 +189,7 @@ class ShardedParams:
             master = self.masters[b]
             if master is None:
                 continue
-            own = self._own_part(b, flat)
+            own = self.param_shard(b)
             differs = master.to(own.dtype) != own
             if differs.any():
                 master[differs] = own[differs].to(master.dtype)
