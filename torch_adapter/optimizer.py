@@ -15,7 +15,7 @@ import torch
 from zerohvd.config import ZeroConfig
 from zerohvd.errors import NonFiniteError, ShardedStateError
 from zerohvd.numerics import check_norm_type, clip_factor, divide_factors
-from zerohvd.torch import state, weighting
+from zerohvd.torch import state, waves, weighting
 from zerohvd.torch.collectives import LocalCollectives, TorchCollectives
 from zerohvd.torch.entry import GROUP, STATE, STEP, Entry
 from zerohvd.torch.hooks import GradHooks
@@ -264,17 +264,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if self._synchronized:
             return
-        self._adopt_unfrozen()
-        self._enter_step()
-        self._check_weight()
-        self._entry.check()  # before waiting for buckets that other ranks may never send
-        self._rounds.finish()
+        self._send_rest()
+        for section in self._sections:
+            section.reducer.finish()
+            section.reducer.drop_full()
         self._synchronized = True
         if self._weight is not None:
             self._reduced.divide_by_weights(self._weight)
         for section in self._sections:
-            section.set_piece_grads()
+            section.set_piece_grads(section.buckets)
         self._sentinel.grad = torch.zeros(1)
+
+    def _send_rest(self) -> None:
+        self._adopt_unfrozen()
+        self._enter_step()
+        self._check_weight()
+        self._entry.check()  # before waiting for buckets that other ranks may never send
+        self._rounds.send_rest()
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -335,11 +341,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "step() was called under skip_synchronize() without synchronize() before it"
             )
         self._check_sections()
-        self.synchronize()
         if self.config.grad_clip is not None:
             self.clip_grad_norm_(self.config.grad_clip)
         self._update()
-        self._gather()
         self._end_step()
         weighting.clear()
         return loss
@@ -359,15 +363,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
             section.check_in_place()
 
     def _update(self) -> None:
+        if not self._synchronized:
+            self._send_rest()
+            if self._weight is not None:
+                self.synchronize()  # the sum of all weights is needed before any update
         self._sentinel.grad = None
         for section in self._sections:
             section.refresh_masters()
-        self.inner.step()
-
-    def _gather(self) -> None:
-        under_way = [handle for section in self._sections for handle in section.gather_start()]
-        for handle in under_way:
-            handle.wait()
+        planned = waves.plan(self._sections, self.inner)
+        waves.run(planned, self.inner, synchronized=self._synchronized)
+        for section in self._sections:
+            section.reducer.drop_full()
         # Written behind autograd's back: a graph that has saved the old values must not be used.
         torch.autograd.graph.increment_version([p for s in self._sections for p in s.params])
 

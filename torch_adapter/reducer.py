@@ -21,6 +21,9 @@ from zerohvd.torch.collectives import Exchange, LocalCollectives, TorchCollectiv
 PARTS_PER_BUCKET = 4
 IN_FLIGHT = 2 * PARTS_PER_BUCKET - 1
 
+# Elements that are added up and scaled at a time, before they leave the processor's cache.
+_CACHED = 1 << 17
+
 # Between two looks at a collective under way: short against the time a bucket takes.
 _POLL_SECONDS = 1e-4
 
@@ -86,6 +89,7 @@ class GradReducer:
 
     def take(self, index: int) -> None:
         """Put the finished gradient of a parameter where its buckets will find it."""
+        self.reap()
         param = self._params[index]
         grad = param.grad
         if grad is None:
@@ -108,14 +112,18 @@ class GradReducer:
             self._filled[b].add(index)
         param.grad = None if self._stage >= 2 else self._view_of(index)
 
+    def reap(self) -> None:
+        """Free the full gradients of buckets that have been reduced by now."""
+        while self._pending and self._pending[0].exchange.handle.done():
+            self._finish(self._pending.popleft())
+
     def has_room(self, b: int, patience: float) -> bool:
         """Whether bucket `b` may go now; waits for earlier ones, but not beyond `patience`.
 
         Waiting without end inside a backward pass could be for ever: another rank may have left
         its own already, and wait for this one in a collective of the user's.
         """
-        while self._pending and self._pending[0].exchange.handle.done():
-            self._finish(self._pending.popleft())
+        self.reap()
         deadline = time.monotonic() + patience
         while len(self._pending) >= IN_FLIGHT or any(p.bucket == b for p in self._pending):
             oldest = self._pending[0]
@@ -143,12 +151,15 @@ class GradReducer:
             self._keep_shard_in(b, bucket, source)
         self._pending.append(_Pending(b, sent, exchange))
 
-    def finish(self) -> None:
-        """Wait for everything under way."""
-        while self._pending:
+    def finish(self, b: int | None = None) -> None:
+        """Wait until bucket `b` has been reduced, or all of them."""
+        while self._pending and (b is None or any(p.bucket <= b for p in self._pending)):
             self._finish(self._pending.popleft())
+
+    def drop_full(self) -> None:
+        """Let go of full gradients that are partly reduced by now: nothing that a user could
+        read, clip or add to."""
         if self._stage == 1:
-            # Their memory is partly reduced now: nothing that a user could read, clip or add to.
             for param in self._params:
                 param.grad = None
 
@@ -274,13 +285,14 @@ def _combine(
             total += part
         shard.add_(total, alpha=scale)
         return
-    if len(parts) > 1 and parts[0].dtype == shard.dtype:
-        torch.add(parts[0], parts[1], out=shard)
-        rest = parts[2:]
-    else:
-        shard.copy_(parts[0])
-        rest = parts[1:]
-    for part in rest:
-        shard.add_(part)
-    if scale != 1.0:
-        shard.mul_(scale)
+    for total, *pieces in zip(*(t.split(_CACHED) for t in (shard, *parts)), strict=True):
+        if len(pieces) > 1 and pieces[0].dtype == total.dtype:
+            torch.add(pieces[0], pieces[1], out=total)
+            rest = pieces[2:]
+        else:
+            total.copy_(pieces[0])
+            rest = pieces[1:]
+        for piece in rest:
+            total.add_(piece)
+        if scale != 1.0:
+            total.mul_(scale)

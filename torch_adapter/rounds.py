@@ -90,12 +90,10 @@ class Rounds:
             "`with opt.no_sync():`."
         )
 
-    def finish(self) -> None:
-        """Send all that is left of the step, and wait for it."""
+    def send_rest(self) -> None:
+        """Send all that is left of the step."""
         for _ in range(self._done, self.passes if self._stage >= 2 else 1):
             self._finish_round()
-        for section in self._sections:
-            section.reducer.finish()
 
     def _finish_round(self) -> None:
         for section, ready in zip(self._sections, self._ready, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,6 +46,10 @@ class OwnedPiece:
 
     piece: Piece
     tensor: torch.nn.Parameter  # a view of the flat parameters, or of a master
+
+
+def _bucket_of(owned: OwnedPiece) -> int:
+    return owned.piece.bucket
 
 
 def _check_free(named: NamedParam) -> None:
@@ -99,6 +104,7 @@ class ShardedParams:
         ]
         self._lengths = [[span.length for span in b.spans()] for b in self.layout.buckets]
         self.flat = FlatParams(self.layout, self.params)
+        self.buckets = range(len(self.layout.buckets))
         self.masters = self._make_masters(config)
         self.owned = [self._own(piece) for piece in self.layout.pieces(self.rank)]
         self.schedule = Schedule(self.layout)
@@ -140,14 +146,14 @@ class ShardedParams:
         view = piece_view(shard, self.layout.buckets[b], self.rank, piece, shape)
         return OwnedPiece(piece, torch.nn.Parameter(view.detach()))
 
-    def set_piece_grads(self) -> None:
+    def set_piece_grads(self, buckets: range) -> None:
         """Give each piece its reduced gradient; none where the parameter is frozen now.
 
         A parameter that no rank has used gets zeros, as with Horovod: a rank cannot know what
         the others used. A rank on its own can, and leaves the parameter alone as torch does.
         """
         alone = self._collectives.size == 1
-        for owned in self.owned:
+        for owned in self._owned_of(buckets):
             piece = owned.piece
             shard = self.reducer.shards[piece.bucket]
             unused = alone and piece.param not in self.reducer.arrived
@@ -158,6 +164,23 @@ class ShardedParams:
             shape = self.params[piece.param].shape
             owned.tensor.grad = piece_view(shard, bucket, self.rank, piece, shape)
 
+    def take_piece_grads(self, buckets: range) -> list[torch.Tensor | None]:
+        """Take the gradients away from the pieces of these buckets."""
+        grads = []
+        for owned in self._owned_of(buckets):
+            grads.append(owned.tensor.grad)
+            owned.tensor.grad = None
+        return grads
+
+    def give_piece_grads(self, buckets: range, grads: Sequence[torch.Tensor | None]) -> None:
+        for owned, grad in zip(self._owned_of(buckets), grads, strict=True):
+            owned.tensor.grad = grad
+
+    def _owned_of(self, buckets: range) -> Sequence[OwnedPiece]:
+        """The pieces in these buckets: they lie in the layout's order."""
+        first = bisect_left(self.owned, buckets.start, key=_bucket_of)
+        return self.owned[first : bisect_left(self.owned, buckets.stop, first, key=_bucket_of)]
+
     def set_owner(self, owner: Any) -> None:
         """Note who takes the gradients of these parameters; None: nobody any more."""
         for param in self.params:
@@ -166,12 +189,12 @@ class ShardedParams:
     def frozen(self) -> list[int]:
         return [i for i, p in enumerate(self.params) if not p.requires_grad]
 
-    def gather_start(self) -> list[Handle]:
+    def gather_start(self, buckets: range) -> list[Handle]:
         """Publish the updated shards: when all handles have been waited for, the parameters of
         every rank are current."""
         under_way = []
-        for b, flat in enumerate(self.flat.flats):
-            master = self.masters[b]
+        for b in buckets:
+            flat, master = self.flat.flats[b], self.masters[b]
             if master is not None:
                 self.param_shard(b).copy_(master)
             if self.layout.size > 1:
