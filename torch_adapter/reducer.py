@@ -15,10 +15,11 @@ from zerohvd.torch import arrays
 from zerohvd.torch.buffers import zero_padding
 from zerohvd.torch.collectives import Exchange, LocalCollectives, TorchCollectives
 
-# A bucket of the user's travels in this many parts, each a bucket of the layout. Of these, seven
-# may be on their way while one is filled: full gradients of two buckets at most. With fewer, ranks
-# wait for each other at every turn and pay for each other's hiccups.
-PARTS_PER_BUCKET = 4
+# A bucket of the user's travels in this many parts, each a bucket of the layout. Of these, three
+# may be on their way while one is filled: full gradients of two buckets at most. Smaller parts cost
+# more than they hide: where ranks and Horovod's threads share the cores, every collective waits for
+# the scheduler several times.
+PARTS_PER_BUCKET = 2
 IN_FLIGHT = 2 * PARTS_PER_BUCKET - 1
 
 # Elements that are added up and scaled at a time, before they leave the processor's cache.

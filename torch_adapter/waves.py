@@ -12,9 +12,9 @@ from zerohvd.torch.collectives import Handle
 from zerohvd.torch.partition import is_elementwise
 from zerohvd.torch.sharding import ShardedParams
 
-# Of every section. More would hide more of the communication, but each costs a call of the inner
-# optimizer.
-WAVES = 4
+# Of every section: the first part is updated while the gradients of the rest come in, and goes out
+# while the rest is updated.
+WAVES = 2
 
 
 class Part(NamedTuple):
