@@ -12,7 +12,7 @@ from zerohvd.config import ZeroConfig
 from zerohvd.torch.collectives import join
 from zerohvd.torch.compression import Compression, wire_dtype
 from zerohvd.torch.naming import bucket_groups, groups_bucket_bytes, name_parameters
-from zerohvd.torch.optimizer import ZeroOptimizer
+from zerohvd.torch.optimizer import MakeUnits, ZeroOptimizer
 from zerohvd.torch.partition import choose_partition
 from zerohvd.torch.rounds import check_passes
 
@@ -35,6 +35,7 @@ def DistributedOptimizer(
     master_dtype: torch.dtype | str | None = None,
     grad_clip: float | None = None,
     partition: str = "auto",
+    _units: MakeUnits | None = None,
 ) -> ZeroOptimizer:
     """Shard a torch optimizer over the ranks. Takes the place of `hvd.DistributedOptimizer`.
 
@@ -67,8 +68,11 @@ def DistributedOptimizer(
         )
     if op not in (hvd.Average, hvd.Sum):
         raise ValueError("op must be hvd.Average or hvd.Sum; Adasum has no sharded form")
-    if stage == 3:
-        raise ValueError("stage must be 0, 1 or 2 here, got 3: parameters are not sharded yet")
+    if stage == 3 and _units is None:
+        raise ValueError(
+            "stage=3 shards the parameters themselves, so it needs the model: call "
+            "model, optimizer = zero.zeroify(model, optimizer, stage=3) instead"
+        )
     passes = check_passes(backward_passes_per_step)
     collectives = join(process_set)
     groups_of = [list(g["params"]) for g in optimizer.param_groups]
@@ -96,6 +100,7 @@ def DistributedOptimizer(
         average=op == hvd.Average,
         predivide=gradient_predivide_factor,
         passes=passes,
+        units=_units,
     )
 
 

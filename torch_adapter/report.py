@@ -9,14 +9,17 @@ import torch
 
 from zerohvd.commlog import CommunicationReport
 from zerohvd.memory import MemoryReport
+from zerohvd.torch.hidden import is_hidden
 from zerohvd.torch.optimizer import ZeroOptimizer
+from zerohvd.torch.unit_memory import UnitFlats
 
 
 def memory_report(opt: ZeroOptimizer) -> MemoryReport:
     """Bytes held on this rank now: params, grads, optimizer, master, buffers and their total."""
     _check(opt)
     seen: set[int] = set()
-    params = _bytes([*(f for s in opt._sections for f in s.flat.flats), *opt._params()], seen)
+    gathered = _bytes(_gathered(opt), seen)
+    params = _bytes(_params(opt), seen)
     masters = [m for s in opt._sections for m in s.masters if m is not None]
     master = _bytes(masters, seen)
     scratch = _bytes((t for s in opt._sections for t in s.reducer.scratch()), seen)
@@ -27,7 +30,7 @@ def memory_report(opt: ZeroOptimizer) -> MemoryReport:
         grads=grads,
         optimizer=_bytes(_tensors(opt.inner.state.values()), seen),
         master=master,
-        buffers=scratch,
+        buffers=scratch + gathered,
     )
 
 
@@ -35,6 +38,23 @@ def communication_report(opt: ZeroOptimizer) -> CommunicationReport:
     """Bytes and calls per collective of the latest step, or of the one under way."""
     _check(opt)
     return CommunicationReport(opt.collectives.log.totals())
+
+
+def _params(opt: ZeroOptimizer) -> Iterable[torch.Tensor]:
+    """What is there of the parameters for good."""
+    flats = [s.flat for s in opt._sections]
+    units = [] if opt.units is None else opt.units.all
+    flats += [part for unit in units for part in unit.parts]
+    for flat in flats:
+        yield from flat.shards if isinstance(flat, UnitFlats) else flat.flats
+    yield from (p for p in opt._params() if not is_hidden(p))
+
+
+def _gathered(opt: ZeroOptimizer) -> Iterable[torch.Tensor]:
+    """What has been gathered of sharded ones."""
+    for unit in [] if opt.units is None else opt.units.all:
+        for part in unit.parts:
+            yield from part.flats
 
 
 def _check(opt: Any) -> None:

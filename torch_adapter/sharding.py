@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,15 @@ from zerohvd.torch import arrays
 from zerohvd.torch.buffers import FlatParams, piece_view
 from zerohvd.torch.collectives import Handle, LocalCollectives, TorchCollectives
 from zerohvd.torch.reducer import PARTS_PER_BUCKET, GradReducer
+from zerohvd.torch.unit_memory import UnitFlats
 
 _NARROW = (torch.float16, torch.bfloat16)
+
+Memory = Callable[[Layout, Sequence[torch.nn.Parameter]], FlatParams | UnitFlats]
+
+
+def _whole(layout: Layout, params: Sequence[torch.nn.Parameter]) -> FlatParams:
+    return FlatParams(layout, params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +84,12 @@ class ShardedParams:
         wire: torch.dtype | None,
         factors: DivideFactors,
         settings: dict[str, Any],
+        memory: Memory | None = None,
     ) -> None:
+        """
+        Args:
+            memory: Where the parameters live; flat buffers that hold them whole unless given.
+        """
         self.named = tuple(named)
         for n in named:
             _check_free(n)
@@ -98,7 +110,7 @@ class ShardedParams:
             for b in self.layout.buckets
         ]
         self._lengths = [[span.length for span in b.spans()] for b in self.layout.buckets]
-        self.flat = FlatParams(self.layout, self.params)
+        self.flat = (memory or _whole)(self.layout, self.params)
         self.masters = self._make_masters(config)
         self.owned = [self._own(piece) for piece in self.layout.pieces(self.rank)]
         self.schedule = Schedule(self.layout)
@@ -129,8 +141,7 @@ class ShardedParams:
 
     def param_shard(self, b: int) -> torch.Tensor:
         """This rank's part of bucket `b`, in the parameters' own dtype: 1-D."""
-        span = self.layout.buckets[b].span(self.rank)
-        return self.flat.flats[b][span.start : span.stop]
+        return self.flat.shard(b, self.rank)
 
     def _own(self, piece: Piece) -> OwnedPiece:
         b = piece.bucket
@@ -168,13 +179,13 @@ class ShardedParams:
 
     def gather_start(self) -> list[Handle]:
         """Publish the updated shards: when all handles have been waited for, the parameters of
-        every rank are current."""
+        every rank are current. Those of a unit travel when it is needed next."""
         under_way = []
         for b, flat in enumerate(self.flat.flats):
             master = self.masters[b]
             if master is not None:
                 self.param_shard(b).copy_(master)
-            if self.layout.size > 1:
+            if self.layout.size > 1 and isinstance(self.flat, FlatParams):
                 handle = self._collectives.gather_start(flat, self._lengths[b], name=self._names[b])
                 under_way.append(handle)
         return under_way

@@ -13,6 +13,7 @@ from training import (
     assert_replicated,
     assert_same,
     batch,
+    distribute,
     loss_of,
     make_model,
     plain,
@@ -176,9 +177,9 @@ def test_groups_of_horovod_are_accepted(stage):
     model, _ = sharded(stage=stage, groups=3, bucket_bytes=None)
     assert_same(expected, model)
     model = make_model()
-    opt = zero.DistributedOptimizer(
+    opt = distribute(
+        model,
         adamw(model.parameters()),
-        named_parameters=model.named_parameters(),
         groups=[list(model.up.parameters()), [model.scale]],
         stage=stage,
     )
@@ -190,7 +191,7 @@ def test_groups_of_horovod_are_accepted(stage):
 def test_without_names_it_works_too(stage):
     expected, _ = plain()
     model = make_model()
-    train(model, opt := zero.DistributedOptimizer(adamw(model.parameters()), stage=stage))
+    train(model, opt := distribute(model, adamw(model.parameters()), stage=stage))
     assert_same(expected, model)
     assert "group0.0" in str(opt._sections[0].layout.params)
 
@@ -257,7 +258,7 @@ def test_the_native_reducescatter_gives_the_same(stage):
 
     expected, _ = plain()
     model = make_model()
-    opt = zero.DistributedOptimizer(adamw(model.parameters()), stage=stage, bucket_bytes=1024)
+    opt = distribute(model, adamw(model.parameters()), stage=stage, bucket_bytes=1024)
     assert isinstance(opt.collectives, TorchCollectives)
     opt.collectives._native = True
     train(model, opt)

@@ -15,6 +15,7 @@ from training import (
     assert_replicated,
     assert_same,
     batch,
+    distribute,
     loss_of,
     make_model,
     plain,
@@ -27,9 +28,7 @@ import zerohvd.torch as zero
 
 def wrap(model, make=adamw, **options):
     options.setdefault("bucket_bytes", 1024)
-    return zero.DistributedOptimizer(
-        make(model.parameters()), named_parameters=model.named_parameters(), **options
-    )
+    return distribute(model, make(model.parameters()), **options)
 
 
 def micro_batches(step, count=3):
@@ -269,7 +268,7 @@ def test_a_scheduler_made_before_wrapping_still_rules(stage):
     model = make_model()
     inner = adamw(model.parameters())
     scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.5)
-    opt = zero.DistributedOptimizer(inner, stage=stage)
+    opt = distribute(model, inner, stage=stage)
     train(model, opt, steps=1)
     scheduler.step()
     assert opt.param_groups[0]["lr"] == pytest.approx(5e-3)
@@ -303,7 +302,7 @@ def test_add_param_group(stage):
         extra = nn.Parameter(torch.linspace(-1, 1, 13))
         inner = adamw(model.parameters())
         if zeroed:
-            opt = zero.DistributedOptimizer(inner, stage=stage, bucket_bytes=1024)
+            opt = distribute(model, inner, stage=stage, bucket_bytes=1024)
             opt.add_param_group({"params": [extra], "lr": 0.1, "param_names": ["extra"]})
         else:
             inner.add_param_group({"params": [extra], "lr": 0.1})
@@ -343,7 +342,7 @@ def test_parameters_frozen_at_first_can_be_unfrozen(stage):
         model.up.requires_grad_(False)
         named = model.named_parameters()
         inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        opt = zero.DistributedOptimizer(inner, named, stage=stage) if zeroed else inner
+        opt = distribute(model, inner, stage=stage) if zeroed else inner
         for step in range(6):
             if step == 3:
                 model.up.requires_grad_(True)
