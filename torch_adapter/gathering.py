@@ -181,6 +181,43 @@ class Units:
                 layout = build_layout([n.spec for n in rest], self.collectives.size)
                 check_agreement(self.collectives, layout, {}, what="zero.zeroify")
                 self._memory(unit)(layout, [n.param for n in rest])
+        self._mark()
+
+    def take_out(self, params: Collection[nn.Parameter]) -> None:
+        """Make these whole again, of units' frozen parts: they are about to be trained."""
+        for unit in self.of(params):
+            self.hold([unit])
+            mixed = [part for part in unit.parts if not set(part.params).isdisjoint(params)]
+            for part in mixed:
+                part.dissolve()
+            unit.parts = [part for part in unit.parts if part not in mixed]
+            self.let_go([unit])
+            rest = [p for part in mixed for p in part.params if p not in params]
+            taken = {p for u in self.all for p in u.params} | set(params)
+            if rest:
+                self.shard_rest(taken)
+        self._mark()
+
+    def dissolve(self) -> None:
+        """Make the whole model whole again, and let go of it. All ranks must do it."""
+        for unit in self.all:
+            self.hold([unit])
+            for part in unit.parts:
+                part.dissolve()
+            unit.parts = []
+            unit.held, unit.state = 0, SHARDED
+        for hooks in self.hooks:
+            hooks.remove()
+        self.hooks = []
+
+    def attach(self, hooks: Iterable[Any]) -> None:
+        self.hooks += hooks
+        self._mark()
+
+    def _mark(self) -> None:
+        for unit in self.all:
+            for param in unit.params:
+                param._zerohvd_units = self
 
     def _planned(self) -> Iterator[tuple[Unit, UnitPlan]]:
         return zip(self.all, self._plan.units, strict=True)
@@ -284,6 +321,8 @@ class Units:
     def _end_backward(self) -> None:
         self._forget_backward()
         self.free_idle()
+        with torch.no_grad():
+            self.waiting.meet()
 
     def _forget_backward(self) -> None:
         """No backward pass is under way: also after one that has failed."""

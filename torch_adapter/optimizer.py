@@ -8,7 +8,7 @@ import math
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -154,12 +154,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         full = state.detach_state(self.inner)
         for group in self.inner.param_groups:
             group["params"] = []
+        self._add_sections(trainable)
         if self.units is not None:
-            for part, memory in self.units.divide(trainable):
-                self._add_section(part, memory)
             self.units.shard_rest({p for s in self._sections for p in s.params})
-        elif trainable:
-            self._add_section(trainable)
         self._loads = len(full)
         state.distribute(self, full)
 
@@ -172,6 +169,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "gradient_predivide_factor": self._factors.before,
             "backward_passes_per_step": self._rounds.passes,
         }
+
+    def _add_sections(self, named: Sequence[NamedParam]) -> None:
+        """Shard more parameters: together, or by units."""
+        if self.units is None:
+            parts: Iterable[tuple[Sequence[NamedParam], Memory | None]] = [(named, None)]
+        else:
+            self.units.take_out({n.param for n in named})
+            parts = self.units.divide(named)
+        for part, memory in parts:
+            if part:
+                self._add_section(part, memory)
 
     def _add_section(
         self, named: Sequence[NamedParam], memory: Memory | None = None
@@ -485,9 +493,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.inner.param_groups.append(options)
         self._groups_of.append([n.param for n in named])
         self._names.update((n.param, n) for n in named)
-        trainable = [n for n in named if n.param.requires_grad]
-        if trainable:
-            self._add_section(trainable)
+        self._add_sections([n for n in named if n.param.requires_grad])
 
     def _adopt_unfrozen(self) -> None:
         """Shard parameters that were frozen when the optimizer was made and no longer are."""
@@ -499,7 +505,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._enter_step()
         self._entry.check()
         self._entered = False
-        self._add_section([self._names[p] for p in new])
+        self._add_sections([self._names[p] for p in new])
         kept = {p: self._unsharded.pop(p) for p in new if p in self._unsharded}
         state.distribute(self, kept)
         self._enter_step()

@@ -54,7 +54,7 @@ class OwnedPiece:
     tensor: torch.nn.Parameter  # a view of the flat parameters, or of a master
 
 
-def _check_free(named: NamedParam) -> None:
+def check_free(named: NamedParam) -> None:
     """A second optimizer on the same parameter would find its gradient taken by the first."""
     owner = getattr(named.param, "_zerohvd_owner", None)
     if owner is not None and owner() is not None:
@@ -92,7 +92,7 @@ class ShardedParams:
         """
         self.named = tuple(named)
         for n in named:
-            _check_free(n)
+            check_free(n)
         self.params = [n.param for n in named]
         self._collectives = collectives
         # Plain data parallelism is the layout of a single rank on every rank.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from zerohvd.errors import DisagreementError
 from zerohvd.layout import Layout
 from zerohvd.torch import arrays, hidden
 from zerohvd.torch.collectives import Handle, LocalCollectives, TorchCollectives
@@ -54,9 +55,7 @@ class UnitFlats:
         self._allocate(params)
         self._views = {i: self._view(i, p) for i, p in self._members}
         self._stand_ins = {i: hidden.stand_in(v) for i, v in self._views.items()}
-        if rank == 0:
-            for i, param in self._members:
-                fill(param, self._views[i])
+        self._fill(fill, rank)
         self._share(rank)
         self.whole = True
         self.free()
@@ -85,6 +84,23 @@ class UnitFlats:
         offset = flat.storage_offset() + slot.start
         whole = flat.new_empty(0).set_(flat.untyped_storage(), offset, (param.numel(),))
         return whole.view(param.shape)
+
+    def _fill(self, fill: Fill, rank: int) -> None:
+        error: Exception | None = None
+        try:
+            for i, param in self._members if rank == 0 else ():
+                fill(param, self._views[i])
+        except Exception as raised:
+            error = raised
+        failed = torch.tensor([0.0 if error is None else 1.0])
+        self._collectives.allreduce_start(failed, "max", name=f"{self._prefix}/filled").wait()
+        if error is not None:
+            raise error
+        if failed.item():
+            raise DisagreementError(
+                "the first rank could not make the first values of the parameters of this unit: "
+                f"{', '.join(p.name for p in self.layout.params[:3])}, ... See its error"
+            )
 
     def _share(self, rank: int) -> None:
         """Everyone gets the first rank's values, and keeps a part."""
@@ -161,6 +177,13 @@ class UnitFlats:
             if not same:
                 return self.layout.buckets[b].slots[0].param
         return None
+
+    def dissolve(self) -> None:
+        """Give the parameters, which are whole now, memory of their own for good."""
+        for index, param in self._members:
+            param.data = self._views[index].clone()
+            param._zerohvd_units = None
+        self.whole = False
 
     def moved(self) -> int | None:
         """Index of the first parameter that has been given other memory."""

@@ -5,7 +5,8 @@ run another expert, skip a block, or be in `step()` already, while its neighbour
 A rank that has waited for longer than its patience therefore says what it needs, in a small
 collective under a name of its own, and learns what the others need; everyone then takes part in
 what anyone needs. Ranks that are merely late are not disturbed: they say nothing, and the gather
-they are waited for with ends the matter.
+they are waited for with ends the matter. At the end of a backward pass all ranks meet in that
+collective, so that none goes on to something else while another one still needs it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -24,9 +25,15 @@ if TYPE_CHECKING:
     from zerohvd.torch.gathering import Unit
 
 PATIENCE = 0.25  # seconds before a rank asks what the others need
+SHORT_PATIENCE = 0.02  # the same, for a unit that had to be asked for before
 LIMIT = float(os.environ.get("ZEROHVD_GATHER_TIMEOUT", "600"))  # before it gives up
 _POLL = 5e-5
-_POLL_SLOWLY = 2e-3
+_POLL_SLOWLY = 1e-3
+
+
+class _Question(NamedTuple):
+    heard: torch.Tensor  # per rank: the number of the unit it needs, and how often it has asked
+    handle: Handle
 
 
 class Waiting:
@@ -41,25 +48,42 @@ class Waiting:
         self._units = units
         self._collectives = collectives
         self._prefix = prefix
-        self._asked = 0
-        self._question: tuple[torch.Tensor, torch.Tensor, Handle] | None = None
+        self._question: _Question | None = None
+        self._lonely: set[Unit] = set()  # units that not all ranks come for by themselves
 
     def wait(self, handles: Sequence[Handle], unit: Unit | None = None) -> None:
-        """Until all are done; `unit` is what they gather, None for anything else."""
+        """Until all are done; `unit` is what they gather, None for a meeting of all ranks."""
         start = time.monotonic()
         asked = start
+        patience = PATIENCE if unit is None or unit not in self._lonely else SHORT_PATIENCE
         for handle in handles:
             while not handle.done():
                 now = time.monotonic()
                 if now - start > LIMIT:
                     raise DisagreementError(self._complaint(unit, now - start))
-                if now - asked > PATIENCE:
+                if now - asked > patience:
                     if self._help(unit):
                         asked = time.monotonic()
                     time.sleep(_POLL_SLOWLY)
                 else:
                     time.sleep(_POLL)
             handle.wait()
+
+    def meet(self) -> None:
+        """Return when no rank needs a unit any more, each having come here or to `step()`."""
+        if isinstance(self._collectives, LocalCollectives):
+            return
+        start = time.monotonic()
+        through = False
+        while not through:
+            if self._question is None:
+                self._ask(None)
+            assert self._question is not None
+            while not self._question.handle.done():
+                if time.monotonic() - start > LIMIT:
+                    raise DisagreementError(self._complaint(None, LIMIT))
+                time.sleep(_POLL)
+            through = self._answer()
 
     def _complaint(self, unit: Unit | None, waited: float) -> str:
         what = "the other ranks" if unit is None else f"unit {unit.name!r} to be gathered"
@@ -79,24 +103,32 @@ class Waiting:
         if self._question is None:
             self._ask(unit)
         assert self._question is not None
-        _, heard, handle = self._question
-        if not handle.done():
+        if not self._question.handle.done():
             return False
-        handle.wait()
-        self._question = None
-        for number, gathers in heard.view(-1, 2).tolist():
-            if number >= 0:
-                self._take_part(self._units[number], gathers)
+        if unit is not None:
+            self._lonely.add(unit)
+        self._answer()
         return True
 
     def _ask(self, unit: Unit | None) -> None:
-        said = torch.tensor(_need(unit), dtype=torch.int64)
+        need = (-1, 0) if unit is None else (unit.number, unit.gathers)
+        said = torch.tensor(need, dtype=torch.int64)
         heard = torch.empty(2 * self._collectives.size, dtype=torch.int64)
-        name = f"{self._prefix}/need/{self._asked}"
-        self._asked += 1
+        name = f"{self._prefix}/need"
         lengths = [2] * self._collectives.size
         handle = self._collectives.gather_into(heard, said, lengths, name=name)
-        self._question = (said, heard, handle)
+        self._question = _Question(heard, handle)
+
+    def _answer(self) -> bool:
+        """Take part in what the ranks said they need; whether they need nothing."""
+        assert self._question is not None
+        (heard, handle), self._question = self._question, None
+        handle.wait()
+        needs = heard.view(-1, 2).tolist()
+        for number, gathers in needs:
+            if number >= 0:
+                self._take_part(self._units[number], gathers)
+        return all(number < 0 for number, _ in needs)
 
     def _take_part(self, unit: Unit, gathers: int) -> None:
         """Gather a unit that this rank does not need, because another has begun to.
@@ -119,7 +151,3 @@ class Waiting:
         self.wait([handle])
         for unit, gathers in zip(self._units, counts.tolist(), strict=True):
             self._take_part(unit, gathers)
-
-
-def _need(unit: Unit | None) -> tuple[int, int]:
-    return (-1, 0) if unit is None else (unit.number, unit.gathers)

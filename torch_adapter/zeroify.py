@@ -12,10 +12,12 @@ from zerohvd.torch import hidden
 from zerohvd.torch.buffers import FlatParams
 from zerohvd.torch.collectives import TorchCollectives, join
 from zerohvd.torch.distributed import DistributedOptimizer
+from zerohvd.torch.gathered import units_of
 from zerohvd.torch.gathering import Units
 from zerohvd.torch.hooks import UnitHooks
 from zerohvd.torch.module_state import ModuleState
 from zerohvd.torch.optimizer import ZeroOptimizer
+from zerohvd.torch.sharding import NamedParam, check_free
 from zerohvd.torch.unit_memory import copy_values
 from zerohvd.torch.units import PERSIST_BELOW, UnitOptions, plan_units
 
@@ -54,6 +56,7 @@ def zeroify(
         "persist_below": persist_below,
         "reshard_after_forward": reshard_after_forward,
     }
+    _let_go(model)
     given = {key: value for key, value in said.items() if value is not None}
     if stage == 3:
         options["_units"] = _plan(model, options.get("process_set"), given)
@@ -64,15 +67,17 @@ def zeroify(
     )
     _broadcast(model, sharded)
     if sharded.units is not None:
-        _attach(model, sharded.units)
+        sharded.units.attach([UnitHooks(sharded.units), ModuleState(model, sharded.units)])
     return model, sharded
 
 
-def _attach(model: torch.nn.Module, units: Units) -> None:
-    units.hooks = [UnitHooks(units), ModuleState(model, units)]
-    for unit in units.all:
-        for param in unit.params:
-            param._zerohvd_units = units
+def _let_go(model: torch.nn.Module) -> None:
+    """Make a model whole that an optimizer which is gone has left sharded."""
+    for name, param in model.named_parameters():
+        units = units_of(param)
+        if units is not None:
+            check_free(NamedParam(name, param))
+            units.dissolve()
 
 
 def _plan(model: torch.nn.Module, process_set: Any, given: dict[str, Any]) -> Any:
