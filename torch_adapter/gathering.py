@@ -181,7 +181,6 @@ class Units:
                 layout = build_layout([n.spec for n in rest], self.collectives.size)
                 check_agreement(self.collectives, layout, {}, what="zero.zeroify")
                 self._memory(unit)(layout, [n.param for n in rest])
-        self._mark()
 
     def take_out(self, params: Collection[nn.Parameter]) -> None:
         """Make these whole again, of units' frozen parts: they are about to be trained."""
@@ -196,7 +195,6 @@ class Units:
             taken = {p for u in self.all for p in u.params} | set(params)
             if rest:
                 self.shard_rest(taken)
-        self._mark()
 
     def dissolve(self) -> None:
         """Make the whole model whole again, and let go of it. All ranks must do it."""
@@ -210,15 +208,6 @@ class Units:
             hooks.remove()
         self.hooks = []
 
-    def attach(self, hooks: Iterable[Any]) -> None:
-        self.hooks += hooks
-        self._mark()
-
-    def _mark(self) -> None:
-        for unit in self.all:
-            for param in unit.params:
-                param._zerohvd_units = self
-
     def _planned(self) -> Iterator[tuple[Unit, UnitPlan]]:
         return zip(self.all, self._plan.units, strict=True)
 
@@ -230,6 +219,8 @@ class Units:
                 layout, params, self.collectives.rank, self.collectives, prefix, self._fill
             )
             unit.parts.append(flats)
+            for param in flats.params:
+                param._zerohvd_units = self
             return flats
 
         return make

@@ -10,6 +10,7 @@ from zerohvd.errors import DisagreementError
 from zerohvd.layout import Layout
 from zerohvd.torch import arrays, hidden
 from zerohvd.torch.collectives import Handle, LocalCollectives, TorchCollectives
+from zerohvd.torch.deferred import embody
 
 Fill = Callable[[torch.nn.Parameter, torch.Tensor], None]
 
@@ -57,6 +58,9 @@ class UnitFlats:
         self._stand_ins = {i: hidden.stand_in(v) for i, v in self._views.items()}
         self._fill(fill, rank)
         self._share(rank)
+        for index, param in self._members:
+            if param.is_meta:
+                embody(param, self._views[index])
         self.whole = True
         self.free()
 
@@ -212,8 +216,3 @@ class UnitFlats:
 
 def _real_device(param: torch.nn.Parameter) -> torch.device:
     return torch.device("cpu") if param.is_meta else param.device
-
-
-def copy_values(param: torch.nn.Parameter, into: torch.Tensor) -> None:
-    """The `fill` of a parameter that has values."""
-    into.copy_(param.data)

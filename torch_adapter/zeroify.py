@@ -11,6 +11,7 @@ import torch
 from zerohvd.torch import hidden
 from zerohvd.torch.buffers import FlatParams
 from zerohvd.torch.collectives import TorchCollectives, join
+from zerohvd.torch.deferred import fill_deferred, materialise
 from zerohvd.torch.distributed import DistributedOptimizer
 from zerohvd.torch.gathered import units_of
 from zerohvd.torch.gathering import Units
@@ -18,7 +19,6 @@ from zerohvd.torch.hooks import UnitHooks
 from zerohvd.torch.module_state import ModuleState
 from zerohvd.torch.optimizer import ZeroOptimizer
 from zerohvd.torch.sharding import NamedParam, check_free
-from zerohvd.torch.unit_memory import copy_values
 from zerohvd.torch.units import PERSIST_BELOW, UnitOptions, plan_units
 
 
@@ -58,6 +58,8 @@ def zeroify(
     }
     _let_go(model)
     given = {key: value for key, value in said.items() if value is not None}
+    if stage != 3:
+        materialise(model, list(model.parameters()))
     if stage == 3:
         options["_units"] = _plan(model, options.get("process_set"), given)
     elif given:
@@ -67,7 +69,7 @@ def zeroify(
     )
     _broadcast(model, sharded)
     if sharded.units is not None:
-        sharded.units.attach([UnitHooks(sharded.units), ModuleState(model, sharded.units)])
+        sharded.units.hooks = [UnitHooks(sharded.units), ModuleState(model, sharded.units)]
     return model, sharded
 
 
@@ -85,7 +87,9 @@ def _plan(model: torch.nn.Module, process_set: Any, given: dict[str, Any]) -> An
     if not isinstance(join(process_set), TorchCollectives):
         # A rank on its own holds everything anyway.
         options = UnitOptions(units=options.units, persist_below=sys.maxsize)
-    return functools.partial(Units, plan_units(model, options), options, copy_values)
+    plan = plan_units(model, options)
+    materialise(model, [param for _, param in plan.persistent])
+    return functools.partial(Units, plan, options, fill_deferred)
 
 
 def _broadcast(model: torch.nn.Module, opt: ZeroOptimizer) -> None:

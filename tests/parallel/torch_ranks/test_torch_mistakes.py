@@ -6,15 +6,23 @@ import horovod.torch as hvd
 import pytest
 import torch
 from torch import nn
-from training import STAGES, adamw, batch, loss_of, make_model, plain, sharded, train
+from training import (
+    STAGES,
+    adamw,
+    batch,
+    distribute,
+    loss_of,
+    make_model,
+    plain,
+    sharded,
+    train,
+)
 
 import zerohvd.torch as zero
 
 
 def wrap(model, **options):
-    return zero.DistributedOptimizer(
-        adamw(model.parameters()), named_parameters=model.named_parameters(), **options
-    )
+    return distribute(model, adamw(model.parameters()), **options)
 
 
 needs_ranks = pytest.mark.skipif(hvd.size() == 1, reason="one rank agrees with itself")

@@ -233,7 +233,7 @@ def test_several_dtypes_in_one_model(stage):
 
     expected, _ = plain(cls=Mixed)
     model, opt = sharded(cls=Mixed, stage=stage)
-    assert {b.dtype for b in opt._sections[0].layout.buckets} == {"float32", "float64"}
+    assert {b.dtype for s in opt._sections for b in s.layout.buckets} == {"float32", "float64"}
     assert_same(expected, model)
 
 
@@ -271,13 +271,13 @@ def test_state_that_the_optimizer_brings_along_is_kept(stage):
 
     def run(wrap):
         model = make_model(cls=MatricesOnly)
-        opt = wrap(O.Adagrad(model.parameters(), lr=1e-2, initial_accumulator_value=0.5))
+        opt = wrap(model, O.Adagrad(model.parameters(), lr=1e-2, initial_accumulator_value=0.5))
         for step in range(3):
             opt.zero_grad()
             loss_of(model, batch(step, rank=0)).backward()
             opt.step()
         return model
 
-    alone = run(lambda opt: opt)
-    model = run(lambda opt: zero.DistributedOptimizer(opt, stage=stage, bucket_bytes=200))
+    alone = run(lambda _, opt: opt)
+    model = run(lambda model, opt: distribute(model, opt, stage=stage, bucket_bytes=200))
     assert_same(alone, model, exact=hvd.size() in (1, 2, 4))

@@ -51,8 +51,9 @@ def test_narrow_parameters_are_updated_through_float32_masters(dtype, stage):
     assert_replicated(model)
     # Steps smaller than a narrow type can see add up in the masters.
     wide, _ = plain(cls=Wide, steps=10)
-    for p, q in zip(model.parameters(), wide.parameters(), strict=True):
-        torch.testing.assert_close(p.float(), q, rtol=0.05, atol=0.03)
+    with zero.gathered(model):
+        for p, q in zip(model.parameters(), wide.parameters(), strict=True):
+            torch.testing.assert_close(p.float(), q, rtol=0.05, atol=0.03)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -61,16 +62,19 @@ def test_masters_remember_what_narrow_parameters_cannot(stage):
     opt = distribute(
         model, torch.optim.SGD(model.parameters(), lr=1.0), stage=stage, bucket_bytes=256
     )
-    before = [p.detach().clone() for p in model.parameters()]
+    with zero.gathered(model):
+        before = [p.detach().clone() for p in model.parameters()]
     for _ in range(300):
         opt.zero_grad()
-        for p in model.parameters():
-            p.sum().backward()
+        with zero.gathered(model):
+            for p in model.parameters():
+                p.sum().backward()
         for group in opt.param_groups:
             group["lr"] = 1e-4
         opt.step()
-    for p, q in zip(model.parameters(), before, strict=True):
-        torch.testing.assert_close(p.float(), q.float() - 0.03, rtol=0.01, atol=1e-3)
+    with zero.gathered(model):
+        for p, q in zip(model.parameters(), before, strict=True):
+            torch.testing.assert_close(p.float(), q.float() - 0.03, rtol=0.01, atol=1e-3)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -100,7 +104,7 @@ def test_compressed_gradients(wire, stage):
     )
     assert_same(expected, model, exact=False, tol=5e-3)
     assert_replicated(model)
-    if stage and hvd.size() > 1:
+    if stage in (1, 2) and hvd.size() > 1:
         moved = zero.communication_report(opt)
         assert moved["reducescatter"].bytes * 2 == moved["allgather"].bytes
 
@@ -153,7 +157,7 @@ def test_an_overflow_on_one_rank_is_an_overflow_on_all(bucket_bytes, stage):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     amp_train(model, opt, scaler, steps=6, poison=(0, 3))
     assert scaler.get_scale() == 2.0**8
-    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert all(torch.isfinite(p).all() for p in model.state_dict().values())
     assert_replicated(model)
 
 

@@ -75,7 +75,8 @@ def test_no_sync_defers_everything(stage):
     opt = wrap(model, stage=stage)
     with opt.no_sync():
         loss_of(model, batch(0, hvd.rank())).backward()
-    assert zero.communication_report(opt)["total"].calls == 0
+    moved = zero.communication_report(opt)
+    assert "reducescatter" not in moved if stage == 3 else moved["total"].calls == 0
     opt.zero_grad()
     accumulate(model, opt, no_sync=True)
     assert_same(accumulated_by_horovod(), model)
@@ -287,11 +288,13 @@ def test_parameter_groups_keep_their_options(stage):
 
     def run(wrapped):
         model = make_model()
-        train(model, wrapped(groups(model), named_parameters=model.named_parameters()))
+        train(model, wrapped(model, groups(model)))
         return model
 
-    expected = run(hvd.DistributedOptimizer)
-    model = run(lambda o, **k: zero.DistributedOptimizer(o, stage=stage, bucket_bytes=300, **k))
+    expected = run(
+        lambda m, opt: hvd.DistributedOptimizer(opt, named_parameters=m.named_parameters())
+    )
+    model = run(lambda m, opt: distribute(m, opt, stage=stage, bucket_bytes=300))
     assert_same(expected, model)
 
 
@@ -324,14 +327,15 @@ def test_frozen_parameters_stay_as_they_are(stage):
     opt = wrap(model, stage=stage)
     train(model, opt, steps=2)
     model.up.weight.requires_grad_(False)
-    before = model.up.weight.clone()
-    moved = model.up.bias.clone()
+    before, moved = model.up.state_dict().values()
+    before, moved = before.clone(), moved.clone()
     train(model, opt, steps=2, first=2)
-    assert torch.equal(before, model.up.weight)
-    assert not torch.equal(moved, model.up.bias)
+    weight, bias = model.up.state_dict().values()
+    assert torch.equal(before, weight)
+    assert not torch.equal(moved, bias)
     model.up.weight.requires_grad_(True)
     train(model, opt, steps=1, first=4)
-    assert not torch.equal(before, model.up.weight)
+    assert not torch.equal(before, model.up.state_dict()["weight"])
     assert_replicated(model)
 
 
