@@ -83,6 +83,17 @@ class Contender:
     def zero_2(self, torch):
         return self.zero(torch, 2)
 
+    def zero_3(self, torch):
+        return self.zero(torch, 3)
+
+    def fsdp2(self, torch):
+        from torch.distributed.fsdp import fully_shard
+
+        for block in self.model.blocks:
+            fully_shard(block)
+        fully_shard(self.model)
+        return self.plainly(self.adamw(torch))
+
     def ddp(self, torch):
         model = torch.nn.parallel.DistributedDataParallel(self.model)
         return self.plainly(self.adamw(torch), model)
@@ -97,11 +108,17 @@ class Contender:
         return self.plainly(opt, model)
 
     def deepspeed_2(self, torch):
+        return self.deepspeed(torch, 2)
+
+    def deepspeed_3(self, torch):
+        return self.deepspeed(torch, 3)
+
+    def deepspeed(self, torch, stage):
         import deepspeed
 
         config = {
             "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 2, "overlap_comm": True},
+            "zero_optimization": {"stage": stage, "overlap_comm": True},
             "zero_allow_untested_optimizer": True,
         }
         engine, *_ = deepspeed.initialize(
@@ -122,7 +139,7 @@ def rank_main(args: argparse.Namespace) -> None:
     hvd.init()
     torch.set_num_threads(1)
     ways = args.ways.split(",")
-    if any(way.startswith(("ddp", "deepspeed")) for way in ways):
+    if any(way.startswith(("ddp", "deepspeed", "fsdp")) for way in ways):
         os.environ.update(
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(args.port),

@@ -274,7 +274,7 @@ class Units:
 
     def _room_for(self, unit: Unit) -> bool:
         """Whether no other unit is on its way: two at most are whole or to become so."""
-        return not any(u.state == COMING and u is not unit and not u.depth for u in self.all[1:])
+        return not any(u.state == COMING and u is not unit and u.idle for u in self.all[1:])
 
     def _free_idle(self, entered: Unit) -> None:
         if not self.options.reshard_after_forward:
@@ -304,9 +304,10 @@ class Units:
 
     def _free_if_done(self, unit: Unit, use: Use) -> None:
         """Autograd goes back in time: units that ran later than `use` are through."""
-        if unit.backward is not None and unit.backward.start > use.stop:
+        through = unit.backward is not None and unit.backward.start > use.stop
+        if through:
             unit.backward = None
-        if unit.idle:
+        if unit.idle and (through or self.options.reshard_after_forward):
             unit.free()
 
     def _end_backward(self) -> None:

@@ -26,7 +26,7 @@ _FUNCTIONS = frozenset(
     "is_shared is_pinned is_tensor is_conj is_neg is_storage requires_grad_ register_hook "
     "register_post_accumulate_grad_hook retain_grad new_zeros new_ones new_empty new_full "
     "new_tensor new_empty_strided zeros_like ones_like empty_like full_like rand_like randn_like "
-    "has_names __dir__ _is_view increment_version _increment_version __dlpack_device__".split()
+    "has_names __dir__ _is_view _has_compatible_shallow_copy_type increment_version _increment_version __dlpack_device__".split()
 )
 _BYPASS = torch._C.DisableTorchFunctionSubclass
 
@@ -70,6 +70,8 @@ def _call_without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
     if attribute == "data" and name == "__get__":
         return _detached(args[0])
+    if attribute == "data" and name == "__set__" and args[1] is args[0]:
+        return None  # model.to() of where it is already
     known = _ATTRIBUTES if name == "__get__" else _SETTABLE
     if attribute in known or (not attribute and name in _FUNCTIONS):
         with _BYPASS():

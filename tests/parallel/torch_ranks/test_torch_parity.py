@@ -187,11 +187,11 @@ def test_groups_of_horovod_are_accepted(stage):
     assert_same(expected, model)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 1, 2])
 def test_without_names_it_works_too(stage):
     expected, _ = plain()
     model = make_model()
-    train(model, opt := distribute(model, adamw(model.parameters()), stage=stage))
+    train(model, opt := zero.DistributedOptimizer(adamw(model.parameters()), stage=stage))
     assert_same(expected, model)
     assert "group0.0" in str(opt._sections[0].layout.params)
 
