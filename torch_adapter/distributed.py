@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +13,7 @@ from zerohvd.config import ZeroConfig
 from zerohvd.torch.collectives import join
 from zerohvd.torch.compression import Compression, wire_dtype
 from zerohvd.torch.naming import bucket_groups, groups_bucket_bytes, name_parameters
+from zerohvd.torch.offload import Offload
 from zerohvd.torch.optimizer import MakeUnits, ZeroOptimizer
 from zerohvd.torch.partition import choose_partition
 from zerohvd.torch.rounds import check_passes
@@ -35,6 +37,8 @@ def DistributedOptimizer(
     master_dtype: torch.dtype | str | None = None,
     grad_clip: float | None = None,
     partition: str = "auto",
+    offload: str | None = None,
+    path: str | os.PathLike[str] | None = None,
     _units: MakeUnits | None = None,
 ) -> ZeroOptimizer:
     """Shard a torch optimizer over the ranks. Takes the place of `hvd.DistributedOptimizer`.
@@ -57,6 +61,9 @@ def DistributedOptimizer(
             parameters, their own otherwise.
         grad_clip: Clip to this global 2-norm in every step.
         partition: "flat", "parameter", or "auto" to choose by the optimizer.
+        offload: "cpu": optimizer state and masters of parameters on a device live on the host;
+            "disk": in memory-mapped files under `path`. None: with the parameters.
+        path: A folder for the files of offload="disk".
     """
     if isinstance(optimizer, ZeroOptimizer):
         raise ValueError("the optimizer is sharded already: wrap the plain one, once")
@@ -74,6 +81,7 @@ def DistributedOptimizer(
             "model, optimizer = zero.zeroify(model, optimizer, stage=3) instead"
         )
     passes = check_passes(backward_passes_per_step)
+    elsewhere = _offload(offload, path)
     collectives = join(process_set)
     groups_of = [list(g["params"]) for g in optimizer.param_groups]
     named = name_parameters(groups_of, named_parameters)
@@ -101,7 +109,16 @@ def DistributedOptimizer(
         predivide=gradient_predivide_factor,
         passes=passes,
         units=_units,
+        offload=elsewhere,
     )
+
+
+def _offload(where: str | None, path: str | os.PathLike[str] | None) -> Offload | None:
+    if where is not None:
+        return Offload(where, path)
+    if path is not None:
+        raise ValueError('path goes with offload="disk" only')
+    return None
 
 
 def _dtype_name(dtype: torch.dtype | str | None) -> str | None:

@@ -22,6 +22,7 @@ from zerohvd.torch.entry import GROUP, STATE, STEP, Entry
 from zerohvd.torch.gathering import Units
 from zerohvd.torch.hooks import GradHooks
 from zerohvd.torch.naming import name_parameters
+from zerohvd.torch.offload import Offload
 from zerohvd.torch.reduced import ReducedGrads
 from zerohvd.torch.rounds import Rounds, check_passes
 from zerohvd.torch.sharding import Memory, NamedParam, ShardedParams
@@ -60,11 +61,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         predivide: float,
         passes: int,
         units: MakeUnits | None = None,
+        offload: Offload | None = None,
     ) -> None:
         """
         Args:
             units: Makes the units of stage 3, for these collectives under this prefix.
+            offload: Where the inner optimizer's tensors live; None: with the parameters.
         """
+        self.offload = offload
         self.inner = inner
         self.config = config
         self.collectives = collectives
@@ -159,6 +163,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.units.shard_rest({p for s in self._sections for p in s.params})
         self._loads = len(full)
         state.distribute(self, full)
+        self._absorb()
 
     def _settings(self) -> dict[str, Any]:
         return {
@@ -194,6 +199,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             factors=self._factors,
             settings=self._settings(),
             memory=memory,
+            master=None if self.offload is None else self.offload.master,
         )
         number = self._rounds.add(section)
         self._sections.append(section)
@@ -399,7 +405,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._sentinel.grad = None
         for section in self._sections:
             section.refresh_masters()
-        self.inner.step()
+        if self.offload is None:
+            self.inner.step()
+        else:
+            self.offload.step(self.inner, self._sections)
 
     def _gather(self) -> None:
         under_way = [handle for section in self._sections for handle in section.gather_start()]
@@ -536,7 +545,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         state.refuse_horovod_callers("load_state_dict")
         state.load(self, state_dict)
+        self._absorb()
         self._loads += 1
+
+    def _absorb(self) -> None:
+        """State that has been loaded goes where it belongs."""
+        for section in self._sections if self.offload is not None else ():
+            self.offload.absorb(self.inner, section)
 
     def close(self) -> None:
         """Let go of the model's parameters: another optimizer may take them over then.

@@ -21,14 +21,14 @@ def memory_report(opt: ZeroOptimizer) -> MemoryReport:
     gathered = _bytes(_gathered(opt), seen)
     params = _bytes(_params(opt), seen)
     masters = [m for s in opt._sections for m in s.masters if m is not None]
-    master = _bytes(masters, seen)
+    master = _bytes(_in_memory(opt, masters), seen)
     scratch = _bytes((t for s in opt._sections for t in s.reducer.scratch()), seen)
     held = [t for s in opt._sections for t in s.reducer.gradients()]
     grads = _bytes([*held, *(p.grad for p in opt._params() if p.grad is not None)], seen)
     return MemoryReport(
         params=params,
         grads=grads,
-        optimizer=_bytes(_tensors(opt.inner.state.values()), seen),
+        optimizer=_bytes(_in_memory(opt, _tensors(opt.inner.state.values())), seen),
         master=master,
         buffers=scratch + gathered,
     )
@@ -38,6 +38,11 @@ def communication_report(opt: ZeroOptimizer) -> CommunicationReport:
     """Bytes and calls per collective of the latest step, or of the one under way."""
     _check(opt)
     return CommunicationReport(opt.collectives.log.totals())
+
+
+def _in_memory(opt: ZeroOptimizer, tensors: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
+    """Without those that are in files, and in memory only while they are being updated."""
+    return (t for t in tensors if opt.offload is None or not opt.offload.holds(t))
 
 
 def _params(opt: ZeroOptimizer) -> Iterable[torch.Tensor]:

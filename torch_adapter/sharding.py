@@ -25,6 +25,13 @@ _NARROW = (torch.float16, torch.bfloat16)
 Memory = Callable[[Layout, Sequence[torch.nn.Parameter]], FlatParams | UnitFlats]
 
 
+MakeMaster = Callable[[torch.Tensor, torch.dtype], torch.Tensor | None]
+
+
+def _in_place(shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    return None if dtype == shard.dtype else shard.to(dtype)
+
+
 def _whole(layout: Layout, params: Sequence[torch.nn.Parameter]) -> FlatParams:
     return FlatParams(layout, params)
 
@@ -85,10 +92,13 @@ class ShardedParams:
         factors: DivideFactors,
         settings: dict[str, Any],
         memory: Memory | None = None,
+        master: MakeMaster | None = None,
     ) -> None:
         """
         Args:
             memory: Where the parameters live; flat buffers that hold them whole unless given.
+            master: Makes what the optimizer updates in the place of a shard, in a dtype; None for
+                the shard itself.
         """
         self.named = tuple(named)
         for n in named:
@@ -111,7 +121,7 @@ class ShardedParams:
         ]
         self._lengths = [[span.length for span in b.spans()] for b in self.layout.buckets]
         self.flat = (memory or _whole)(self.layout, self.params)
-        self.masters = self._make_masters(config)
+        self.masters = self._make_masters(config, master or _in_place)
         self.owned = [self._own(piece) for piece in self.layout.pieces(self.rank)]
         self.schedule = Schedule(self.layout)
         self.reducer = GradReducer(
@@ -128,15 +138,14 @@ class ShardedParams:
             factors=factors,
         )
 
-    def _make_masters(self, config: ZeroConfig) -> list[torch.Tensor | None]:
+    def _make_masters(self, config: ZeroConfig, make: MakeMaster) -> list[torch.Tensor | None]:
         """Per bucket: this rank's shard in the master's dtype; None where it is the params'."""
         masters: list[torch.Tensor | None] = []
         for b, flat in enumerate(self.flat.flats):
             dtype = torch.float32 if flat.dtype in _NARROW else flat.dtype
             if config.master_dtype is not None:
                 dtype = arrays.dtype_of(config.master_dtype)
-            same = dtype == flat.dtype
-            masters.append(None if same else self.param_shard(b).to(dtype))
+            masters.append(make(self.param_shard(b), dtype))
         return masters
 
     def param_shard(self, b: int) -> torch.Tensor:
@@ -167,7 +176,8 @@ class ShardedParams:
                 continue
             bucket = self.layout.buckets[piece.bucket]
             shape = self.params[piece.param].shape
-            owned.tensor.grad = piece_view(shard, bucket, self.rank, piece, shape)
+            grad = piece_view(shard, bucket, self.rank, piece, shape)
+            owned.tensor.grad = grad.to(owned.tensor.device)
 
     def set_owner(self, owner: Any) -> None:
         """Note who takes the gradients of these parameters; None: nobody any more."""
@@ -201,6 +211,8 @@ class ShardedParams:
             if master is None:
                 continue
             own = self.param_shard(b)
+            if own.device != master.device:
+                own = own.to(master.device)
             differs = master.to(own.dtype) != own
             if differs.any():
                 master[differs] = own[differs].to(master.dtype)
