@@ -68,9 +68,10 @@ class ModuleState:
         for key, value in state.items():
             if isinstance(value, hidden.HiddenTensor):
                 wanted.setdefault(hidden.parameter_of(value), []).append(key)
-            elif isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-                if value.untyped_storage()._cdata in coming_and_going:
-                    state[key] = value.clone()
+            elif isinstance(value, nn.Parameter) or not isinstance(value, torch.Tensor):
+                continue
+            elif value.untyped_storage()._cdata in coming_and_going:
+                state[key] = value.clone()
         for param, value in self.stream(wanted):
             state.update(dict.fromkeys(wanted[param], value))
 

@@ -206,8 +206,7 @@ class ShardedParams:
         Loading a checkpoint and hvd.broadcast_parameters() write them without a trace, so the
         values themselves are compared.
         """
-        for b, flat in enumerate(self.flat.flats):
-            master = self.masters[b]
+        for b, master in enumerate(self.masters):
             if master is None:
                 continue
             own = self.param_shard(b)

@@ -89,7 +89,7 @@ def test_units_by_themselves_by_class_and_by_predicate(units):
 
 def test_units_that_match_nothing_are_an_error():
     model = make_model(cls=Blocks)
-    with pytest.raises(ValueError, match="matches no module.*Block"):
+    with pytest.raises(ValueError, match=r"matches no module.*Block"):
         zero.zeroify(model, adamw(model.parameters()), stage=3, units=nn.Conv2d)
     with pytest.raises(TypeError, match="units must be"):
         zero.zeroify(model, adamw(model.parameters()), stage=3, units="Block")
@@ -125,7 +125,7 @@ def test_two_units_and_the_root_are_whole_at_most():
 
 
 def test_units_may_stay_whole_between_forward_and_backward():
-    model, opt = assert_trains_like_stage_2(reshard_after_forward=False)
+    _, opt = assert_trains_like_stage_2(reshard_after_forward=False)
     if hvd.size() > 1:
         gathers = [u.gathers for u in opt.units.all]
         assert gathers == [gathers[0]] * len(gathers)

@@ -344,7 +344,6 @@ def test_parameters_frozen_at_first_can_be_unfrozen(stage):
     def run(zeroed):
         model = make_model()
         model.up.requires_grad_(False)
-        named = model.named_parameters()
         inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
         opt = distribute(model, inner, stage=stage) if zeroed else inner
         for step in range(6):
