@@ -29,10 +29,10 @@ _READS_VALUES = (
     _aten.is_nonzero.default,
 )
 # They write every element of their first argument and read none of it.
-_REPLACE = set(
-    """fill_ zero_ copy_ uniform_ normal_ bernoulli_ exponential_ random_ log_normal_
-    cauchy_""".split()
-)
+_REPLACE = {
+    "fill_", "zero_", "copy_", "uniform_", "normal_", "bernoulli_", "exponential_", "random_",
+    "log_normal_", "cauchy_",
+}
 
 
 @dataclasses.dataclass(eq=False)

@@ -54,7 +54,8 @@ def DistributedOptimizer(
         groups: A number of buckets, or lists of parameters that share buckets with no others.
         sparse_as_dense: Accepted; sparse gradients always travel as dense ones.
         process_set: Shard inside these ranks; the others train on their own.
-        stage: 0: plain data parallelism; 1: sharded optimizer state; 2: and gradients.
+        stage: 0: plain data parallelism; 1: sharded optimizer state; 2: and gradients. For 3,
+            sharded parameters, call `zeroify`.
         bucket_bytes: How many bytes travel together.
         reduce_dtype: Gradients travel in this dtype.
         master_dtype: The optimizer updates shards of this dtype; None: float32 for 16-bit

@@ -13,23 +13,26 @@ import torch
 from zerohvd.errors import ShardedStateError
 
 # Attributes and functions that need no values.
-_ATTRIBUTES = set(
-    """shape dtype device requires_grad grad is_leaf grad_fn layout ndim names output_nr name
-    itemsize nbytes _version _backward_hooks _post_accumulate_grad_hooks is_sparse is_sparse_csr
-    is_meta is_cuda is_cpu is_xpu is_mps is_mtia is_quantized is_nested is_mkldnn is_maia is_ipu
-    is_vulkan is_xla retains_grad volatile _base _grad _has_symbolic_sizes_strides
-    _is_zerotensor""".split()
-)
+_ATTRIBUTES = {
+    "shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "grad_fn", "layout", "ndim",
+    "names", "output_nr", "name", "itemsize", "nbytes", "_version", "_backward_hooks",
+    "_post_accumulate_grad_hooks", "is_sparse", "is_sparse_csr", "is_meta", "is_cuda", "is_cpu",
+    "is_xpu", "is_mps", "is_mtia", "is_quantized", "is_nested", "is_mkldnn", "is_maia",
+    "is_ipu", "is_vulkan", "is_xla", "retains_grad", "volatile", "_base", "_grad",
+    "_has_symbolic_sizes_strides", "_is_zerotensor",
+}
 _SETTABLE = {"requires_grad", "grad", "_grad", "_backward_hooks"}
-_FUNCTIONS = set(
-    """numel nelement size dim ndimension element_size stride storage_offset get_device __len__
-    __hash__ is_contiguous is_floating_point is_complex is_signed is_inference is_same_size
-    is_shared is_pinned is_tensor is_conj is_neg is_storage requires_grad_ register_hook
-    register_post_accumulate_grad_hook retain_grad new_zeros new_ones new_empty new_full new_tensor
-    new_empty_strided zeros_like ones_like empty_like full_like rand_like randn_like has_names
-    __dir__ _is_view _has_compatible_shallow_copy_type increment_version _increment_version
-    __dlpack_device__""".split()
-)
+_FUNCTIONS = {
+    "numel", "nelement", "size", "dim", "ndimension", "element_size", "stride",
+    "storage_offset", "get_device", "__len__", "__hash__", "is_contiguous", "is_floating_point",
+    "is_complex", "is_signed", "is_inference", "is_same_size", "is_shared", "is_pinned",
+    "is_tensor", "is_conj", "is_neg", "is_storage", "requires_grad_", "register_hook",
+    "register_post_accumulate_grad_hook", "retain_grad", "new_zeros", "new_ones", "new_empty",
+    "new_full", "new_tensor", "new_empty_strided", "zeros_like", "ones_like", "empty_like",
+    "full_like", "rand_like", "randn_like", "has_names", "__dir__", "_is_view",
+    "_has_compatible_shallow_copy_type", "increment_version", "_increment_version",
+    "__dlpack_device__",
+}
 _BYPASS = torch._C.DisableTorchFunctionSubclass
 
 

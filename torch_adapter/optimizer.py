@@ -46,7 +46,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     Made by `DistributedOptimizer`. `param_groups` and `state` are those of the inner optimizer,
     which updates only this rank's pieces of the parameters; learning rates and other options may
-    be changed there as usual. The model keeps its full parameters.
+    be changed there as usual. The model keeps its full parameters below stage 3.
     """
 
     def __init__(
