@@ -3,8 +3,8 @@
     python benchmarks/largest_model.py --np 4 --limit-mib 2048
 
 Three contenders: plain Horovod, stage 3, and stage 3 with its optimizer state on disk. For each the
-number of blocks is doubled until training fails, and then halved in between until the largest that
-trains is known to `--precision`. Every attempt is a job of its own that makes the model and trains
+number of blocks grows by a quarter until training fails, and then the largest that trains is looked
+for in between, to `--precision`. Every attempt is a job of its own that makes the model and trains
 for two steps.
 
 The limit is RLIMIT_DATA: what a rank writes to and shares with nobody, which is what a model, its
@@ -119,7 +119,7 @@ def largest(way: str, args: argparse.Namespace) -> dict:
             fits, low = {**found, "layers": layers}, layers
         else:
             high = layers
-        layers = low * 2 if high is None else (low + high) // 2
+        layers = low + max(1, low // 4) if high is None else (low + high) // 2
         if layers == low:
             break
     if fits is None:

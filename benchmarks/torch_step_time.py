@@ -227,7 +227,8 @@ def report(timed: dict, peaks: dict[str, int], args: argparse.Namespace) -> str:
         f"GPT with {timed['params'] / 1e6:.1f} M parameters, fused AdamW, float32, batch "
         f"{args.batch} x {args.length}, {args.np} ranks with one thread each, over MPI with "
         f"OMPI_MCA_mpi_yield_when_idle=1; {os.cpu_count()} cores ({platform.machine()}), "
-        f"{args.rounds} rounds. `python benchmarks/torch_step_time.py --rounds {args.rounds}`",
+        f"{args.rounds} rounds. `python benchmarks/{Path(sys.argv[0]).name} --np {args.np} "
+        f"--rounds {args.rounds}`",
         "",
         "| | ms per step, median | of Horovod's, median over rounds | of Horovod's, best round |",
         "|---|---|---|---|",
@@ -244,7 +245,19 @@ def report(timed: dict, peaks: dict[str, int], args: argparse.Namespace) -> str:
 SIZES = {"vocab": 16384, "dim": 512, "layers": 8, "batch": 2, "length": 64}
 
 
-def main() -> None:
+def main(
+    timed: list[str] = TIMED,
+    measured: list[str] = MEASURED,
+    deepspeed: str = "deepspeed-2",
+    saved: Path = RESULT,
+) -> None:
+    """
+    Args:
+        timed: Who is timed, unless others are asked for.
+        measured: Whose peak memory is measured.
+        deepspeed: DeepSpeed's way, which takes part if it is installed.
+        saved: Where the result goes.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--np", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=8)
@@ -259,15 +272,15 @@ def main() -> None:
     if detect(os.environ).launched:
         rank_main(args)
         return
-    ways = args.ways.split(",") if args.ways else list(TIMED)
+    ways = args.ways.split(",") if args.ways else list(timed)
     if not args.ways and importlib.util.find_spec("deepspeed"):
-        ways.append("deepspeed-2")
-    timed = start(ways, args, memory=False)
-    alone = {} if args.no_memory else {w: start([w], args, memory=True) for w in MEASURED}
-    text = report(timed, {way: found["bytes"] for way, found in alone.items()}, args)
+        ways.append(deepspeed)
+    seconds = start(ways, args, memory=False)
+    alone = {} if args.no_memory else {w: start([w], args, memory=True) for w in measured}
+    text = report(seconds, {way: found["bytes"] for way, found in alone.items()}, args)
     print(text)
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(text)
+    saved.parent.mkdir(exist_ok=True)
+    saved.write_text(text)
 
 
 if __name__ == "__main__":
