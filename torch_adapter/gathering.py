@@ -22,6 +22,7 @@ from torch import nn
 from zerohvd.agreement import check_agreement
 from zerohvd.layout import Layout, build_layout
 from zerohvd.torch.collectives import Handle, LocalCollectives, TorchCollectives
+from zerohvd.torch.pages import POOL
 from zerohvd.torch.prefetch import Order
 from zerohvd.torch.sharding import Memory, NamedParam
 from zerohvd.torch.unit_memory import Fill, UnitFlats
@@ -329,6 +330,7 @@ class Units:
         for unit in self.all:
             if unit.state == WHOLE and unit.idle:
                 unit.free()
+        POOL.trim()
 
     def settle(self) -> None:
         """End of a step: nothing is under way and nothing is whole, on any rank.
@@ -349,6 +351,7 @@ class Units:
             for unit in self.all:
                 unit.finish(self.waiting)
                 unit.free()
+        POOL.trim()
 
     def of(self, params: Iterable[nn.Parameter]) -> list[Unit]:
         """The units that hold any of these parameters, in order."""
@@ -370,6 +373,7 @@ class Units:
             unit.held -= 1
             if unit.idle and unit.state == WHOLE:
                 unit.free()
+        POOL.trim()
 
     def _tick(self) -> int:
         self._clock += 1

@@ -63,7 +63,8 @@ class ModuleState:
 
         Parameters themselves stay: they were asked for by keep_vars=True.
         """
-        coming_and_going = {s._cdata for u in self._units.all for p in u.parts for s in p.memories}
+        parts = [part for unit in self._units.all for part in unit.parts]
+        coming_and_going = {m.storage._cdata for part in parts for m in part.memories}
         wanted: dict[nn.Parameter, list[str]] = {}
         for key, value in state.items():
             if isinstance(value, hidden.HiddenTensor):

@@ -9,8 +9,8 @@ import torch
 
 from zerohvd.commlog import CommunicationReport
 from zerohvd.memory import MemoryReport
-from zerohvd.torch.hidden import is_hidden
 from zerohvd.torch.optimizer import ZeroOptimizer
+from zerohvd.torch.pages import POOL
 from zerohvd.torch.unit_memory import UnitFlats
 
 
@@ -18,7 +18,7 @@ def memory_report(opt: ZeroOptimizer) -> MemoryReport:
     """Bytes held on this rank now: params, grads, optimizer, master, buffers and their total."""
     _check(opt)
     seen: set[int] = set()
-    gathered = _bytes(_gathered(opt), seen)
+    gathered = _gathered(opt)
     params = _bytes(_params(opt), seen)
     masters = [m for s in opt._sections for m in s.masters if m is not None]
     master = _bytes(_in_memory(opt, masters), seen)
@@ -52,14 +52,15 @@ def _params(opt: ZeroOptimizer) -> Iterable[torch.Tensor]:
     flats += [part for unit in units for part in unit.parts]
     for flat in flats:
         yield from flat.shards if isinstance(flat, UnitFlats) else flat.flats
-    yield from (p for p in opt._params() if not is_hidden(p))
+    yield from (p for p in opt._params() if getattr(p, "_zerohvd_units", None) is None)
 
 
-def _gathered(opt: ZeroOptimizer) -> Iterable[torch.Tensor]:
-    """What has been gathered of sharded ones."""
-    for unit in [] if opt.units is None else opt.units.all:
-        for part in unit.parts:
-            yield from part.flats
+def _gathered(opt: ZeroOptimizer) -> int:
+    """What is there of units, and what they have left for each other to use."""
+    if opt.units is None:
+        return 0
+    parts = (part for unit in opt.units.all for part in unit.parts)
+    return sum(part.gathered_nbytes for part in parts) + POOL.nbytes
 
 
 def _check(opt: Any) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from zerohvd.errors import DisagreementError
 from zerohvd.layout import Layout
-from zerohvd.torch import arrays, hidden
+from zerohvd.torch import arrays, hidden, pages
 from zerohvd.torch.collectives import Handle, LocalCollectives, TorchCollectives
 from zerohvd.torch.deferred import embody
 
@@ -26,7 +26,7 @@ class UnitFlats:
 
     flats: list[torch.Tensor]  # per bucket: 1-D, padded; without bytes while sharded
     shards: list[torch.Tensor]  # per bucket: 1-D, this rank's part
-    memories: list[torch.UntypedStorage]  # the allocations behind `flats`
+    memories: list[pages.Range | pages.Resized]  # the allocations behind `flats`
 
     def __init__(
         self,
@@ -68,19 +68,19 @@ class UnitFlats:
         buckets = self.layout.buckets
         self.flats = [torch.empty(0)] * len(buckets)
         self.memories = []
-        self._sizes: list[int] = []
         alike: dict[tuple[str, torch.device], list[int]] = {}
         for bucket in buckets:
             device = _real_device(params[bucket.slots[0].param])
             alike.setdefault((bucket.dtype, device), []).append(bucket.index)
         for (dtype, device), indices in alike.items():
             lengths = [buckets[b].padded for b in indices]
-            # Padding is zero for ever, as every rank's part of it is.
-            memory = torch.zeros(sum(lengths), dtype=arrays.dtype_of(dtype), device=device)
-            for b, flat in zip(indices, memory.split(lengths), strict=True):
+            like = torch.empty(0, dtype=arrays.dtype_of(dtype), device=device)
+            memory = pages.make(sum(lengths) * like.element_size(), device)
+            whole = like.set_(memory.storage, 0, (sum(lengths),))
+            whole.zero_()  # padding is zero for ever, as every rank's part of it is
+            for b, flat in zip(indices, whole.split(lengths), strict=True):
                 self.flats[b] = flat
-            self.memories.append(memory.untyped_storage())
-            self._sizes.append(memory.untyped_storage().nbytes())
+            self.memories.append(memory)
 
     def _view(self, index: int, param: torch.nn.Parameter) -> torch.Tensor:
         b, slot = self.layout.slots_of[index][0]
@@ -121,9 +121,8 @@ class UnitFlats:
     # -- whole, and back --------------------------------------------------------------------------
 
     def allocate(self) -> None:
-        for memory, size in zip(self.memories, self._sizes, strict=True):
-            if memory.nbytes() != size:
-                memory.resize_(size)
+        for memory in self.memories:
+            memory.allocate()
 
     def gather_start(self) -> list[Handle]:
         """Get the other ranks' parts; to be waited for before `show`."""
@@ -148,7 +147,7 @@ class UnitFlats:
                 hidden.hide(param, self._stand_ins[index], self.layout.params[index].name)
         self.whole = False
         for memory in self.memories:
-            memory.resize_(0)
+            memory.free()
 
     def keep(self, rank: int) -> None:
         """Take this rank's part of what stands in the whole."""
@@ -204,14 +203,9 @@ class UnitFlats:
         return [param for _, param in self._members]
 
     @property
-    def nbytes(self) -> int:
-        """Of the whole."""
-        return sum(self._sizes)
-
-    @property
     def gathered_nbytes(self) -> int:
         """Of what is there of the whole now."""
-        return sum(memory.nbytes() for memory in self.memories)
+        return sum(memory.nbytes for memory in self.memories if memory.there)
 
 
 def _real_device(param: torch.nn.Parameter) -> torch.device:
