@@ -16,6 +16,8 @@ import torch
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _NO_ACCESS = 0
 _DONTNEED = 4
+_HUGE_PAGES = 14
+_HUGE = 2 << 20
 _MOVE = 1 | 2 | 4  # may move, to a fixed place, and the old range stays reserved
 
 
@@ -40,12 +42,21 @@ class Range:
     def __init__(self, nbytes: int, pool: Pool) -> None:
         self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        held = mmap.mmap(-1, self.nbytes, flags=flags, prot=_READ_WRITE)
+        held = mmap.mmap(-1, self.nbytes + _HUGE, flags=flags, prot=_READ_WRITE)
         # The tensor keeps the mapping alive, and views of it keep the tensor's storage.
-        self.tensor = torch.frombuffer(held, dtype=torch.uint8, count=nbytes)
+        start = -torch.frombuffer(held, dtype=torch.uint8).data_ptr() % _HUGE
+        self.tensor = torch.frombuffer(held, dtype=torch.uint8, count=nbytes, offset=start)
         self.address = self.tensor.data_ptr()
+        self._ask_for_huge_pages()
         self._pool = pool
         self.there = True
+
+    def _ask_for_huge_pages(self) -> None:
+        """Where the system has them for those who ask: one fault in the place of 512."""
+        assert LIBC is not None
+        inside = self.nbytes // _HUGE * _HUGE  # a huge page at the end could be mostly waste
+        if inside:
+            LIBC.madvise(self.address, inside, _HUGE_PAGES)
 
     @property
     def storage(self) -> torch.UntypedStorage:
