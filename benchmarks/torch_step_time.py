@@ -83,6 +83,17 @@ class Contender:
     def zero_2(self, torch):
         return self.zero(torch, 2)
 
+    def zero_3(self, torch):
+        return self.zero(torch, 3)
+
+    def fsdp2(self, torch):
+        from torch.distributed.fsdp import fully_shard
+
+        for block in self.model.blocks:
+            fully_shard(block)
+        fully_shard(self.model)
+        return self.plainly(self.adamw(torch))
+
     def ddp(self, torch):
         model = torch.nn.parallel.DistributedDataParallel(self.model)
         return self.plainly(self.adamw(torch), model)
@@ -97,11 +108,17 @@ class Contender:
         return self.plainly(opt, model)
 
     def deepspeed_2(self, torch):
+        return self.deepspeed(torch, 2)
+
+    def deepspeed_3(self, torch):
+        return self.deepspeed(torch, 3)
+
+    def deepspeed(self, torch, stage):
         import deepspeed
 
         config = {
             "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 2, "overlap_comm": True},
+            "zero_optimization": {"stage": stage, "overlap_comm": True},
             "zero_allow_untested_optimizer": True,
         }
         engine, *_ = deepspeed.initialize(
@@ -122,7 +139,7 @@ def rank_main(args: argparse.Namespace) -> None:
     hvd.init()
     torch.set_num_threads(1)
     ways = args.ways.split(",")
-    if any(way.startswith(("ddp", "deepspeed")) for way in ways):
+    if any(way.startswith(("ddp", "deepspeed", "fsdp")) for way in ways):
         os.environ.update(
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(args.port),
@@ -210,7 +227,8 @@ def report(timed: dict, peaks: dict[str, int], args: argparse.Namespace) -> str:
         f"GPT with {timed['params'] / 1e6:.1f} M parameters, fused AdamW, float32, batch "
         f"{args.batch} x {args.length}, {args.np} ranks with one thread each, over MPI with "
         f"OMPI_MCA_mpi_yield_when_idle=1; {os.cpu_count()} cores ({platform.machine()}), "
-        f"{args.rounds} rounds. `python benchmarks/torch_step_time.py --rounds {args.rounds}`",
+        f"{args.rounds} rounds. `python benchmarks/{Path(sys.argv[0]).name} --np {args.np} "
+        f"--rounds {args.rounds}`",
         "",
         "| | ms per step, median | of Horovod's, median over rounds | of Horovod's, best round |",
         "|---|---|---|---|",
@@ -227,7 +245,19 @@ def report(timed: dict, peaks: dict[str, int], args: argparse.Namespace) -> str:
 SIZES = {"vocab": 16384, "dim": 512, "layers": 8, "batch": 2, "length": 64}
 
 
-def main() -> None:
+def main(
+    timed: list[str] = TIMED,
+    measured: list[str] = MEASURED,
+    deepspeed: str = "deepspeed-2",
+    saved: Path = RESULT,
+) -> None:
+    """
+    Args:
+        timed: Who is timed, unless others are asked for.
+        measured: Whose peak memory is measured.
+        deepspeed: DeepSpeed's way, which takes part if it is installed.
+        saved: Where the result goes.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--np", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=8)
@@ -242,15 +272,15 @@ def main() -> None:
     if detect(os.environ).launched:
         rank_main(args)
         return
-    ways = args.ways.split(",") if args.ways else list(TIMED)
+    ways = args.ways.split(",") if args.ways else list(timed)
     if not args.ways and importlib.util.find_spec("deepspeed"):
-        ways.append("deepspeed-2")
-    timed = start(ways, args, memory=False)
-    alone = {} if args.no_memory else {w: start([w], args, memory=True) for w in MEASURED}
-    text = report(timed, {way: found["bytes"] for way, found in alone.items()}, args)
+        ways.append(deepspeed)
+    seconds = start(ways, args, memory=False)
+    alone = {} if args.no_memory else {w: start([w], args, memory=True) for w in measured}
+    text = report(seconds, {way: found["bytes"] for way, found in alone.items()}, args)
     print(text)
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(text)
+    saved.parent.mkdir(exist_ok=True)
+    saved.write_text(text)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,9 @@ from zerohvd.errors import (  # noqa: E402
 )
 from zerohvd.torch.compression import Compression  # noqa: E402
 from zerohvd.torch.data import DistributedSampler, even_steps  # noqa: E402
+from zerohvd.torch.deferred import deferred_init  # noqa: E402
 from zerohvd.torch.distributed import DistributedOptimizer  # noqa: E402
+from zerohvd.torch.gathered import gathered  # noqa: E402
 from zerohvd.torch.optimizer import ZeroOptimizer  # noqa: E402
 from zerohvd.torch.report import communication_report, memory_report  # noqa: E402
 from zerohvd.torch.weighting import weight  # noqa: E402
@@ -43,7 +45,9 @@ __all__ = [
     "ZeroError",
     "ZeroOptimizer",
     "communication_report",
+    "deferred_init",
     "even_steps",
+    "gathered",
     "memory_report",
     "weight",
     "zeroify",

@@ -20,7 +20,7 @@ class FlatParams:
     flats: list[torch.Tensor]  # per bucket: 1-D, padded
 
     def __init__(self, layout: Layout, params: Sequence[torch.nn.Parameter]) -> None:
-        self._params = params
+        self._layout, self._params = layout, params
         self.flats = []
         for chain in _chains(layout):
             first = layout.buckets[chain[0]]
@@ -38,6 +38,11 @@ class FlatParams:
         view = memory[start : start + param.numel()].view(param.shape)
         view.copy_(param.data)
         param.data = view
+
+    def shard(self, b: int, rank: int) -> torch.Tensor:
+        """The part of bucket `b` that `rank` owns: 1-D."""
+        span = self._layout.buckets[b].span(rank)
+        return self.flats[b][span.start : span.stop]
 
     def moved(self) -> int | None:
         """Index of the first parameter that no longer is a view of its buffer."""

@@ -133,6 +133,20 @@ class TorchCollectives(HorovodCollectives):
         started = mpi_ops._allgather_async(_wire(sent), _wire(x), name, self._set)
         return _HorovodHandle(started, sent)
 
+    def gather_into(
+        self, out: torch.Tensor, own: torch.Tensor, lengths: Sequence[int], *, name: str
+    ) -> Handle:
+        """An allgather of `own`, this rank's part, into `out`, which lies elsewhere."""
+        moved = own.numel() * own.element_size() * (self.size - 1)
+        self._note(name, "allgather", out, moved=moved)
+        if self.size == 2:
+            parts = out.split(list(lengths))
+            parts[self.rank].copy_(own)
+            splits = [0, own.numel()] if self.rank == 0 else [own.numel(), 0]
+            return self._alltoall_start(own, splits, parts[1 - self.rank], name)
+        started = mpi_ops._allgather_async(_wire(own), _wire(out), name, self._set)
+        return _HorovodHandle(started, own)
+
     def broadcast_in_place(self, x: torch.Tensor, root: int = 0, *, name: str) -> None:
         """Overwrite the contiguous `x` with that of rank `root`; waits for it."""
         self._note(name, "broadcast", x)
@@ -152,6 +166,12 @@ class LocalCollectives(SingleProcess):
         return Exchange(_Done(), [x], x.new_empty(0))
 
     def gather_start(self, x: torch.Tensor, lengths: Sequence[int], *, name: str) -> Handle:
+        return _Done()
+
+    def gather_into(
+        self, out: torch.Tensor, own: torch.Tensor, lengths: Sequence[int], *, name: str
+    ) -> Handle:
+        out.copy_(own)
         return _Done()
 
     def allreduce_start(self, x: torch.Tensor, op: str = "sum", *, name: str) -> Handle:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,7 +13,8 @@ from zerohvd.config import ZeroConfig
 from zerohvd.torch.collectives import join
 from zerohvd.torch.compression import Compression, wire_dtype
 from zerohvd.torch.naming import bucket_groups, groups_bucket_bytes, name_parameters
-from zerohvd.torch.optimizer import ZeroOptimizer
+from zerohvd.torch.offload import Offload
+from zerohvd.torch.optimizer import MakeUnits, ZeroOptimizer
 from zerohvd.torch.partition import choose_partition
 from zerohvd.torch.rounds import check_passes
 
@@ -35,6 +37,9 @@ def DistributedOptimizer(
     master_dtype: torch.dtype | str | None = None,
     grad_clip: float | None = None,
     partition: str = "auto",
+    offload: str | None = None,
+    path: str | os.PathLike[str] | None = None,
+    _units: MakeUnits | None = None,
 ) -> ZeroOptimizer:
     """Shard a torch optimizer over the ranks. Takes the place of `hvd.DistributedOptimizer`.
 
@@ -49,13 +54,17 @@ def DistributedOptimizer(
         groups: A number of buckets, or lists of parameters that share buckets with no others.
         sparse_as_dense: Accepted; sparse gradients always travel as dense ones.
         process_set: Shard inside these ranks; the others train on their own.
-        stage: 0: plain data parallelism; 1: sharded optimizer state; 2: and gradients.
+        stage: 0: plain data parallelism; 1: sharded optimizer state; 2: and gradients. For 3,
+            sharded parameters, call `zeroify`.
         bucket_bytes: How many bytes travel together.
         reduce_dtype: Gradients travel in this dtype.
         master_dtype: The optimizer updates shards of this dtype; None: float32 for 16-bit
             parameters, their own otherwise.
         grad_clip: Clip to this global 2-norm in every step.
         partition: "flat", "parameter", or "auto" to choose by the optimizer.
+        offload: "cpu": optimizer state and masters of parameters on a device live on the host;
+            "disk": in memory-mapped files under `path`. None: with the parameters.
+        path: A folder for the files of offload="disk".
     """
     if isinstance(optimizer, ZeroOptimizer):
         raise ValueError("the optimizer is sharded already: wrap the plain one, once")
@@ -67,9 +76,13 @@ def DistributedOptimizer(
         )
     if op not in (hvd.Average, hvd.Sum):
         raise ValueError("op must be hvd.Average or hvd.Sum; Adasum has no sharded form")
-    if stage == 3:
-        raise ValueError("stage must be 0, 1 or 2 here, got 3: parameters are not sharded yet")
+    if stage == 3 and _units is None:
+        raise ValueError(
+            "stage=3 shards the parameters themselves, so it needs the model: call "
+            "model, optimizer = zero.zeroify(model, optimizer, stage=3) instead"
+        )
     passes = check_passes(backward_passes_per_step)
+    elsewhere = _offload(offload, path)
     collectives = join(process_set)
     groups_of = [list(g["params"]) for g in optimizer.param_groups]
     named = name_parameters(groups_of, named_parameters)
@@ -96,7 +109,17 @@ def DistributedOptimizer(
         average=op == hvd.Average,
         predivide=gradient_predivide_factor,
         passes=passes,
+        units=_units,
+        offload=elsewhere,
     )
+
+
+def _offload(where: str | None, path: str | os.PathLike[str] | None) -> Offload | None:
+    if where is not None:
+        return Offload(where, path)
+    if path is not None:
+        raise ValueError('path goes with offload="disk" only')
+    return None
 
 
 def _dtype_name(dtype: torch.dtype | str | None) -> str | None:

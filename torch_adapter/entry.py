@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -21,9 +21,19 @@ class Entry:
     different collectives for ever.
     """
 
-    def __init__(self, collectives: TorchCollectives | LocalCollectives, name: str) -> None:
+    def __init__(
+        self,
+        collectives: TorchCollectives | LocalCollectives,
+        name: str,
+        wait: Callable[[Sequence[Handle]], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            wait: Waits for handles in the place of their own wait().
+        """
         self._collectives = collectives
         self._name = name
+        self._wait = wait
         self._open: tuple[torch.Tensor, Handle] | None = None
 
     def open(
@@ -55,6 +65,8 @@ class Entry:
         if self._open is None:
             return
         (said, handle), self._open = self._open, None
+        if self._wait is not None:
+            self._wait([handle])
         handle.wait()
         half = len(said) // 2
         highest, lowest = said[:half].tolist(), (-said[half:]).tolist()

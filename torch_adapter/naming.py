@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from zerohvd.torch.deferred import is_deferred
 from zerohvd.torch.sharding import NamedParam
 
 _MOVABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -75,10 +76,11 @@ def _check_movable(name: str, param: torch.nn.Parameter) -> None:
             f"parameter {name!r} of a lazy module has no shape yet: run the model once on a "
             "batch, on every rank, before making the optimizer"
         )
-    if param.is_meta:
+    if param.is_meta and not is_deferred(param):
         raise ValueError(
             f"parameter {name!r} is on the meta device and has no values: materialise the model "
-            "(model.to_empty(device=...), then its initialisation) before making the optimizer"
+            "(model.to_empty(device=...), then its initialisation) before making the optimizer, or "
+            "build it inside `with zero.deferred_init():` for zeroify(stage=3)"
         )
     if param.dtype not in _MOVABLE:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The sharded optimizer: stages 0, 1 and 2."""
+"""The sharded optimizer, at all stages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import itertools
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +19,15 @@ from zerohvd.numerics import check_norm_type, clip_factor, divide_factors
 from zerohvd.torch import state, waves, weighting
 from zerohvd.torch.collectives import LocalCollectives, TorchCollectives
 from zerohvd.torch.entry import GROUP, STATE, STEP, Entry
+from zerohvd.torch.gathering import Units
 from zerohvd.torch.hooks import GradHooks
 from zerohvd.torch.naming import name_parameters
+from zerohvd.torch.offload import Offload
 from zerohvd.torch.reduced import ReducedGrads
 from zerohvd.torch.rounds import Rounds, check_passes
-from zerohvd.torch.sharding import NamedParam, ShardedParams
+from zerohvd.torch.sharding import Memory, NamedParam, ShardedParams
+
+MakeUnits = Callable[[TorchCollectives | LocalCollectives, str], Units]
 
 # Several optimizers in one script need names of their own for their collectives. Those of one
 # process set are made in the same order by all its members, as all ranks run the same script.
@@ -41,7 +46,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     Made by `DistributedOptimizer`. `param_groups` and `state` are those of the inner optimizer,
     which updates only this rank's pieces of the parameters; learning rates and other options may
-    be changed there as usual. The model keeps its full parameters.
+    be changed there as usual. The model keeps its full parameters below stage 3.
     """
 
     def __init__(
@@ -55,7 +60,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         average: bool,
         predivide: float,
         passes: int,
+        units: MakeUnits | None = None,
+        offload: Offload | None = None,
     ) -> None:
+        """
+        Args:
+            units: Makes the units of stage 3, for these collectives under this prefix.
+            offload: Where the inner optimizer's tensors live; None: with the parameters.
+        """
+        self.offload = offload
         self.inner = inner
         self.config = config
         self.collectives = collectives
@@ -64,7 +77,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._factors = divide_factors(average, collectives.size, predivide)
         self._average = average
         self._rounds = Rounds(stage=config.stage, passes=passes)
-        self._entry = Entry(collectives, f"{self._prefix}/agree")
+        self.units = None if units is None else units(collectives, self._prefix)
+        wait = None if self.units is None else self.units.waiting.wait
+        self._entry = Entry(collectives, f"{self._prefix}/agree", wait)
         self._sections: list[ShardedParams] = []
         self._reduced = ReducedGrads(
             self._sections, collectives, self._prefix, replicated=config.stage == 0
@@ -85,6 +100,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._begin_step()
         self._log_is_stale = False
         collectives.log.reset()
+        if self.units is not None:
+            self.units.on_gather = _unless_gone(self._renew_log)
 
     # -- being a torch optimizer -------------------------------------------------------------
 
@@ -141,10 +158,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         full = state.detach_state(self.inner)
         for group in self.inner.param_groups:
             group["params"] = []
-        if trainable:
-            self._add_section(trainable)
+        self._add_sections(trainable)
+        if self.units is not None:
+            self.units.shard_rest({p for s in self._sections for p in s.params})
         self._loads = len(full)
         state.distribute(self, full)
+        self._absorb()
 
     def _settings(self) -> dict[str, Any]:
         return {
@@ -156,7 +175,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "backward_passes_per_step": self._rounds.passes,
         }
 
-    def _add_section(self, named: Sequence[NamedParam]) -> ShardedParams:
+    def _add_sections(self, named: Sequence[NamedParam]) -> None:
+        """Shard more parameters: together, or by units."""
+        if self.units is None:
+            parts: Iterable[tuple[Sequence[NamedParam], Memory | None]] = [(named, None)]
+        else:
+            self.units.take_out({n.param for n in named})
+            parts = self.units.divide(named)
+        for part, memory in parts:
+            if part:
+                self._add_section(part, memory)
+
+    def _add_section(
+        self, named: Sequence[NamedParam], memory: Memory | None = None
+    ) -> ShardedParams:
         """Shard more parameters. They must already be in `_groups_of`."""
         section = ShardedParams(
             named,
@@ -166,6 +198,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             wire=self._wire,
             factors=self._factors,
             settings=self._settings(),
+            memory=memory,
+            master=None if self.offload is None else self.offload.master,
         )
         number = self._rounds.add(section)
         self._sections.append(section)
@@ -205,9 +239,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._entered:
             return
         self._entered = True
-        if self._log_is_stale:
-            self.collectives.log.reset()
-            self._log_is_stale = False
+        self._renew_log()
         self._weight = weighting.announced()
         if self._weight is not None:
             if not self._average:
@@ -222,10 +254,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
             options=self._options(),
         )
 
+    def _renew_log(self) -> None:
+        """Something is moved for the first time since the last step."""
+        if self._log_is_stale:
+            self.collectives.log.reset()
+            self._log_is_stale = False
+
     def _options(self) -> str:
         """What would let the ranks drift apart if it differed."""
         rates = [g.get("lr") for g in self.inner.param_groups]
-        return repr([self._loads, [r for r in rates if isinstance(r, float)]])
+        loads = self._loads + (0 if self.units is None else self.units.loads)
+        return repr([loads, [r for r in rates if isinstance(r, float)]])
 
     def _arrived(self, section: int, index: int) -> None:
         """A gradient has been accumulated by a backward pass."""
@@ -280,6 +319,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._enter_step()
         self._check_weight()
         self._entry.check()  # before waiting for buckets that other ranks may never send
+        if self.units is not None:
+            self.units.settle()
         self._rounds.send_rest()
 
     @contextlib.contextmanager
@@ -341,6 +382,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "step() was called under skip_synchronize() without synchronize() before it"
             )
         self._check_sections()
+        if self.units is not None and self._synchronized:
+            self.units.settle()  # the model may have run since; what it gathered is out of date
         if self.config.grad_clip is not None:
             self.clip_grad_norm_(self.config.grad_clip)
         self._update()
@@ -368,14 +411,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if self._weight is not None:
                 self.synchronize()  # the sum of all weights is needed before any update
         self._sentinel.grad = None
-        for section in self._sections:
-            section.refresh_masters()
-        planned = waves.plan(self._sections, self.inner)
-        waves.run(planned, self.inner, synchronized=self._synchronized)
+        planned = waves.plan(self._sections, self.inner, self.offload)
+        waves.run(planned, self.inner, self.offload, synchronized=self._synchronized)
         for section in self._sections:
             section.reducer.drop_full()
         # Written behind autograd's back: a graph that has saved the old values must not be used.
-        torch.autograd.graph.increment_version([p for s in self._sections for p in s.params])
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.autograd.graph.increment_version([p for s in self._sections for p in s.params])
 
     def _end_step(self) -> None:
         self._reduced.clear()
@@ -461,9 +503,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.inner.param_groups.append(options)
         self._groups_of.append([n.param for n in named])
         self._names.update((n.param, n) for n in named)
-        trainable = [n for n in named if n.param.requires_grad]
-        if trainable:
-            self._add_section(trainable)
+        self._add_sections([n for n in named if n.param.requires_grad])
 
     def _adopt_unfrozen(self) -> None:
         """Shard parameters that were frozen when the optimizer was made and no longer are."""
@@ -475,7 +515,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._enter_step()
         self._entry.check()
         self._entered = False
-        self._add_section([self._names[p] for p in new])
+        self._add_sections([self._names[p] for p in new])
         kept = {p: self._unsharded.pop(p) for p in new if p in self._unsharded}
         state.distribute(self, kept)
         self._enter_step()
@@ -506,7 +546,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         state.refuse_horovod_callers("load_state_dict")
         state.load(self, state_dict)
+        self._absorb()
         self._loads += 1
+
+    def _absorb(self) -> None:
+        """State that has been loaded goes where it belongs."""
+        for section in self._sections if self.offload is not None else ():
+            self.offload.absorb(self.inner, section)
 
     def close(self) -> None:
         """Let go of the model's parameters: another optimizer may take them over then.
@@ -518,6 +564,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for section in self._sections:
             section.set_owner(None)
             section.reducer.release()
+
+
+def _unless_gone(method: Callable[[], None]) -> Callable[[], None]:
+    """The same call, without keeping its object alive."""
+    held = weakref.WeakMethod(method)
+
+    def call() -> None:
+        living = held()
+        if living is not None:
+            living()
+
+    return call
 
 
 def _called_by_grad_scaler() -> bool:

@@ -135,6 +135,17 @@ class GradReducer:
             self._finish(self._pending.popleft())
         return True
 
+    def settle(self, patience: float) -> bool:
+        """Wait for all that is under way, but not beyond `patience`; whether it has come."""
+        deadline = time.monotonic() + patience
+        while self._pending:
+            while not self._pending[0].exchange.handle.done():
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(_POLL_SECONDS)
+            self._finish(self._pending.popleft())
+        return True
+
     def send(self, b: int) -> None:
         """Start the reduction of a bucket; gradients that never came count as zero."""
         # The same bucket may be under way for the pass before, under the same name.

@@ -10,24 +10,27 @@ import torch
 from zerohvd.commlog import CommunicationReport
 from zerohvd.memory import MemoryReport
 from zerohvd.torch.optimizer import ZeroOptimizer
+from zerohvd.torch.pages import POOL
+from zerohvd.torch.unit_memory import UnitFlats
 
 
 def memory_report(opt: ZeroOptimizer) -> MemoryReport:
     """Bytes held on this rank now: params, grads, optimizer, master, buffers and their total."""
     _check(opt)
     seen: set[int] = set()
-    params = _bytes([*(f for s in opt._sections for f in s.flat.flats), *opt._params()], seen)
+    gathered = _gathered(opt)
+    params = _bytes(_params(opt), seen)
     masters = [m for s in opt._sections for m in s.masters if m is not None]
-    master = _bytes(masters, seen)
+    master = _bytes(_in_memory(opt, masters), seen)
     scratch = _bytes((t for s in opt._sections for t in s.reducer.scratch()), seen)
     held = [t for s in opt._sections for t in s.reducer.gradients()]
     grads = _bytes([*held, *(p.grad for p in opt._params() if p.grad is not None)], seen)
     return MemoryReport(
         params=params,
         grads=grads,
-        optimizer=_bytes(_tensors(opt.inner.state.values()), seen),
+        optimizer=_bytes(_in_memory(opt, _tensors(opt.inner.state.values())), seen),
         master=master,
-        buffers=scratch,
+        buffers=scratch + gathered,
     )
 
 
@@ -35,6 +38,29 @@ def communication_report(opt: ZeroOptimizer) -> CommunicationReport:
     """Bytes and calls per collective of the latest step, or of the one under way."""
     _check(opt)
     return CommunicationReport(opt.collectives.log.totals())
+
+
+def _in_memory(opt: ZeroOptimizer, tensors: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
+    """Without those that are in files, and in memory only while they are being updated."""
+    return (t for t in tensors if opt.offload is None or not opt.offload.holds(t))
+
+
+def _params(opt: ZeroOptimizer) -> Iterable[torch.Tensor]:
+    """What is there of the parameters for good."""
+    flats = [s.flat for s in opt._sections]
+    units = [] if opt.units is None else opt.units.all
+    flats += [part for unit in units for part in unit.parts]
+    for flat in flats:
+        yield from flat.shards if isinstance(flat, UnitFlats) else flat.flats
+    yield from (p for p in opt._params() if getattr(p, "_zerohvd_units", None) is None)
+
+
+def _gathered(opt: ZeroOptimizer) -> int:
+    """What is there of units, and what they have left for each other to use."""
+    if opt.units is None:
+        return 0
+    parts = (part for unit in opt.units.all for part in unit.parts)
+    return sum(part.gathered_nbytes for part in parts) + POOL.nbytes
 
 
 def _check(opt: Any) -> None:

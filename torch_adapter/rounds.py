@@ -109,8 +109,12 @@ class Rounds:
 
     def _dispatch(self) -> None:
         """Send what is ready, section after section: one order for all ranks."""
-        for section, ready in zip(self._sections, self._ready, strict=True):
+        for number, (section, ready) in enumerate(zip(self._sections, self._ready, strict=True)):
             section.reducer.weight = self.weight
+            # Full gradients of two sections, which are units at stage 3, are under way at most.
+            for earlier in self._sections[: number - 1] if ready and number > 1 else ():
+                if not earlier.reducer.settle(self._patience):
+                    self._patience = 0.0
             while ready:
                 # With enough buckets under way, wait for the other ranks, which keeps memory low;
                 # but a rank that does not come within our patience is elsewhere, so stop waiting.

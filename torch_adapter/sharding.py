@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,22 @@ from zerohvd.torch import arrays
 from zerohvd.torch.buffers import FlatParams, piece_view
 from zerohvd.torch.collectives import Handle, LocalCollectives, TorchCollectives
 from zerohvd.torch.reducer import PARTS_PER_BUCKET, GradReducer
+from zerohvd.torch.unit_memory import UnitFlats
 
 _NARROW = (torch.float16, torch.bfloat16)
+
+Memory = Callable[[Layout, Sequence[torch.nn.Parameter]], FlatParams | UnitFlats]
+
+
+MakeMaster = Callable[[torch.Tensor, torch.dtype], torch.Tensor | None]
+
+
+def _in_place(shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    return None if dtype == shard.dtype else shard.to(dtype)
+
+
+def _whole(layout: Layout, params: Sequence[torch.nn.Parameter]) -> FlatParams:
+    return FlatParams(layout, params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +66,7 @@ def _bucket_of(owned: OwnedPiece) -> int:
     return owned.piece.bucket
 
 
-def _check_free(named: NamedParam) -> None:
+def check_free(named: NamedParam) -> None:
     """A second optimizer on the same parameter would find its gradient taken by the first."""
     owner = getattr(named.param, "_zerohvd_owner", None)
     if owner is not None and owner() is not None:
@@ -82,10 +96,18 @@ class ShardedParams:
         wire: torch.dtype | None,
         factors: DivideFactors,
         settings: dict[str, Any],
+        memory: Memory | None = None,
+        master: MakeMaster | None = None,
     ) -> None:
+        """
+        Args:
+            memory: Where the parameters live; flat buffers that hold them whole unless given.
+            master: Makes what the optimizer updates in the place of a shard, in a dtype; None for
+                the shard itself.
+        """
         self.named = tuple(named)
         for n in named:
-            _check_free(n)
+            check_free(n)
         self.params = [n.param for n in named]
         self._collectives = collectives
         # Plain data parallelism is the layout of a single rank on every rank.
@@ -103,9 +125,9 @@ class ShardedParams:
             for b in self.layout.buckets
         ]
         self._lengths = [[span.length for span in b.spans()] for b in self.layout.buckets]
-        self.flat = FlatParams(self.layout, self.params)
+        self.flat = (memory or _whole)(self.layout, self.params)
         self.buckets = range(len(self.layout.buckets))
-        self.masters = self._make_masters(config)
+        self.masters = self._make_masters(config, master or _in_place)
         self.owned = [self._own(piece) for piece in self.layout.pieces(self.rank)]
         self.schedule = Schedule(self.layout)
         self.reducer = GradReducer(
@@ -122,21 +144,19 @@ class ShardedParams:
             factors=factors,
         )
 
-    def _make_masters(self, config: ZeroConfig) -> list[torch.Tensor | None]:
+    def _make_masters(self, config: ZeroConfig, make: MakeMaster) -> list[torch.Tensor | None]:
         """Per bucket: this rank's shard in the master's dtype; None where it is the params'."""
         masters: list[torch.Tensor | None] = []
         for b, flat in enumerate(self.flat.flats):
             dtype = torch.float32 if flat.dtype in _NARROW else flat.dtype
             if config.master_dtype is not None:
                 dtype = arrays.dtype_of(config.master_dtype)
-            same = dtype == flat.dtype
-            masters.append(None if same else self.param_shard(b).to(dtype))
+            masters.append(make(self.param_shard(b), dtype))
         return masters
 
     def param_shard(self, b: int) -> torch.Tensor:
         """This rank's part of bucket `b`, in the parameters' own dtype: 1-D."""
-        span = self.layout.buckets[b].span(self.rank)
-        return self.flat.flats[b][span.start : span.stop]
+        return self.flat.shard(b, self.rank)
 
     def _own(self, piece: Piece) -> OwnedPiece:
         b = piece.bucket
@@ -162,7 +182,8 @@ class ShardedParams:
                 continue
             bucket = self.layout.buckets[piece.bucket]
             shape = self.params[piece.param].shape
-            owned.tensor.grad = piece_view(shard, bucket, self.rank, piece, shape)
+            grad = piece_view(shard, bucket, self.rank, piece, shape)
+            owned.tensor.grad = grad.to(owned.tensor.device)
 
     def take_piece_grads(self, buckets: range) -> list[torch.Tensor | None]:
         """Take the gradients away from the pieces of these buckets."""
@@ -191,27 +212,30 @@ class ShardedParams:
 
     def gather_start(self, buckets: range) -> list[Handle]:
         """Publish the updated shards: when all handles have been waited for, the parameters of
-        every rank are current."""
+        every rank are current. Those of a unit travel when it is needed next."""
         under_way = []
         for b in buckets:
             flat, master = self.flat.flats[b], self.masters[b]
             if master is not None:
                 self.param_shard(b).copy_(master)
-            if self.layout.size > 1:
+            if self.layout.size > 1 and isinstance(self.flat, FlatParams):
                 handle = self._collectives.gather_start(flat, self._lengths[b], name=self._names[b])
                 under_way.append(handle)
         return under_way
 
-    def refresh_masters(self) -> None:
+    def refresh_masters(self, buckets: range) -> None:
         """Take over what has been written into 16-bit parameters since the last step.
 
         Loading a checkpoint and hvd.broadcast_parameters() write them without a trace, so the
         values themselves are compared.
         """
-        for b, master in enumerate(self.masters):
+        for b in buckets:
+            master = self.masters[b]
             if master is None:
                 continue
             own = self.param_shard(b)
+            if own.device != master.device:
+                own = own.to(master.device)
             differs = master.to(own.dtype) != own
             if differs.any():
                 master[differs] = own[differs].to(master.dtype)

@@ -9,11 +9,12 @@ from typing import NamedTuple
 import torch
 
 from zerohvd.torch.collectives import Handle
+from zerohvd.torch.offload import Offload
 from zerohvd.torch.partition import is_elementwise
 from zerohvd.torch.sharding import ShardedParams
 
-# Of every section: the first part is updated while the gradients of the rest come in, and goes out
-# while the rest is updated.
+# The first part is updated while the gradients of the rest come in, and goes out while the rest is
+# updated.
 WAVES = 2
 
 
@@ -24,11 +25,15 @@ class Part(NamedTuple):
     buckets: range
 
 
-def plan(sections: Sequence[ShardedParams], inner: torch.optim.Optimizer) -> list[list[Part]]:
+def plan(
+    sections: Sequence[ShardedParams], inner: torch.optim.Optimizer, offload: Offload | None
+) -> list[list[Part]]:
     """The waves of a step: lists of parts that are updated by one call of the inner optimizer."""
+    if offload is not None and offload.on_disk:
+        return [[Part(s, s.buckets)] for s in sections]  # the state of one is in memory at a time
     if not can_be_split(inner):
         return [[Part(s, s.buckets) for s in sections]]
-    return [[part] for section in sections for part in _cut(section)]
+    return _cut(sections)
 
 
 def can_be_split(inner: torch.optim.Optimizer) -> bool:
@@ -43,21 +48,29 @@ def can_be_split(inner: torch.optim.Optimizer) -> bool:
     return is_elementwise(inner) and not any(hooks) and not replaced
 
 
-def _cut(section: ShardedParams) -> list[Part]:
-    """Runs of buckets of about equal bytes."""
-    sizes = [bucket.nbytes for bucket in section.layout.buckets]
-    goal = max(1, -(-sum(sizes) // WAVES))
-    parts, first, filled = [], 0, 0
-    for b, size in enumerate(sizes):
-        filled += size
-        if filled >= goal or b == len(sizes) - 1:
-            parts.append(Part(section, range(first, b + 1)))
-            first, filled = b + 1, 0
-    return parts
+def _cut(sections: Sequence[ShardedParams]) -> list[list[Part]]:
+    """Runs of buckets of about equal bytes, in the order in which they have been sent."""
+    goal = sum(b.nbytes for s in sections for b in s.layout.buckets) / WAVES
+    waves: list[list[Part]] = [[]]
+    filled = 0
+    for section in sections:
+        first = 0
+        for b, bucket in enumerate(section.layout.buckets):
+            filled += bucket.nbytes
+            if filled >= goal and len(waves) < WAVES:
+                waves[-1].append(Part(section, range(first, b + 1)))
+                waves.append([])
+                first, filled = b + 1, 0
+        waves[-1].append(Part(section, range(first, section.buckets.stop)))
+    return waves
 
 
 def run(
-    waves: Sequence[Sequence[Part]], inner: torch.optim.Optimizer, *, synchronized: bool
+    waves: Sequence[Sequence[Part]],
+    inner: torch.optim.Optimizer,
+    offload: Offload | None,
+    *,
+    synchronized: bool,
 ) -> None:
     """Update the shards, and return when every rank's parameters are current.
 
@@ -68,6 +81,7 @@ def run(
     under_way: list[Handle] = []
     for wave, grads in zip(waves, held, strict=True):
         for part, kept in zip(wave, grads, strict=True):
+            part.section.refresh_masters(part.buckets)
             if synchronized:
                 part.section.give_piece_grads(part.buckets, kept)
             elif part.buckets:
@@ -77,5 +91,7 @@ def run(
         for part in wave:
             part.section.take_piece_grads(part.buckets)  # the next call must not see them again
             under_way += part.section.gather_start(part.buckets)
+            if offload is not None:
+                offload.absorb(inner, part.section)
     for handle in under_way:
         handle.wait()

@@ -16,6 +16,7 @@ from training import (
     assert_replicated,
     assert_same,
     batch,
+    distribute,
     loss_of,
     make_model,
     plain,
@@ -27,9 +28,7 @@ import zerohvd.torch as zero
 
 
 def wrap(model, make=adamw, **options):
-    return zero.DistributedOptimizer(
-        make(model.parameters()), named_parameters=model.named_parameters(), **options
-    )
+    return distribute(model, make(model.parameters()), **options)
 
 
 @pytest.mark.parametrize("stage", STAGES)

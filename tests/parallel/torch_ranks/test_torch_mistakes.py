@@ -6,15 +6,23 @@ import horovod.torch as hvd
 import pytest
 import torch
 from torch import nn
-from training import STAGES, adamw, batch, loss_of, make_model, plain, sharded, train
+from training import (
+    STAGES,
+    adamw,
+    batch,
+    distribute,
+    loss_of,
+    make_model,
+    plain,
+    sharded,
+    train,
+)
 
 import zerohvd.torch as zero
 
 
 def wrap(model, **options):
-    return zero.DistributedOptimizer(
-        adamw(model.parameters()), named_parameters=model.named_parameters(), **options
-    )
+    return distribute(model, adamw(model.parameters()), **options)
 
 
 needs_ranks = pytest.mark.skipif(hvd.size() == 1, reason="one rank agrees with itself")
@@ -85,7 +93,7 @@ def test_a_state_dict_on_one_rank_only():
     ("options", "error", "match"),
     [
         ({"stage": 4}, ValueError, "stage must be one of"),
-        ({"stage": 3}, ValueError, "0, 1 or 2"),
+        ({"stage": 3}, ValueError, "zero.zeroify"),
         ({"stage": "2"}, TypeError, "stage must be an integer"),
         ({"bucket_bytes": 0}, ValueError, "at least 1"),
         ({"bucket_bytes": 1.5}, TypeError, "integer number of bytes"),

@@ -13,6 +13,7 @@ from training import (
     assert_replicated,
     assert_same,
     batch,
+    distribute,
     loss_of,
     make_model,
     plain,
@@ -176,9 +177,9 @@ def test_groups_of_horovod_are_accepted(stage):
     model, _ = sharded(stage=stage, groups=3, bucket_bytes=None)
     assert_same(expected, model)
     model = make_model()
-    opt = zero.DistributedOptimizer(
+    opt = distribute(
+        model,
         adamw(model.parameters()),
-        named_parameters=model.named_parameters(),
         groups=[list(model.up.parameters()), [model.scale]],
         stage=stage,
     )
@@ -186,7 +187,7 @@ def test_groups_of_horovod_are_accepted(stage):
     assert_same(expected, model)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 1, 2])
 def test_without_names_it_works_too(stage):
     expected, _ = plain()
     model = make_model()
@@ -232,7 +233,7 @@ def test_several_dtypes_in_one_model(stage):
 
     expected, _ = plain(cls=Mixed)
     model, opt = sharded(cls=Mixed, stage=stage)
-    assert {b.dtype for b in opt._sections[0].layout.buckets} == {"float32", "float64"}
+    assert {b.dtype for s in opt._sections for b in s.layout.buckets} == {"float32", "float64"}
     assert_same(expected, model)
 
 
@@ -257,7 +258,7 @@ def test_the_native_reducescatter_gives_the_same(stage):
 
     expected, _ = plain()
     model = make_model()
-    opt = zero.DistributedOptimizer(adamw(model.parameters()), stage=stage, bucket_bytes=1024)
+    opt = distribute(model, adamw(model.parameters()), stage=stage, bucket_bytes=1024)
     assert isinstance(opt.collectives, TorchCollectives)
     opt.collectives._native = True
     train(model, opt)
@@ -270,13 +271,13 @@ def test_state_that_the_optimizer_brings_along_is_kept(stage):
 
     def run(wrap):
         model = make_model(cls=MatricesOnly)
-        opt = wrap(O.Adagrad(model.parameters(), lr=1e-2, initial_accumulator_value=0.5))
+        opt = wrap(model, O.Adagrad(model.parameters(), lr=1e-2, initial_accumulator_value=0.5))
         for step in range(3):
             opt.zero_grad()
             loss_of(model, batch(step, rank=0)).backward()
             opt.step()
         return model
 
-    alone = run(lambda opt: opt)
-    model = run(lambda opt: zero.DistributedOptimizer(opt, stage=stage, bucket_bytes=200))
+    alone = run(lambda _, opt: opt)
+    model = run(lambda model, opt: distribute(model, opt, stage=stage, bucket_bytes=200))
     assert_same(alone, model, exact=hvd.size() in (1, 2, 4))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import horovod.torch as hvd
 import pytest
 import torch
-from training import STAGES, adamw, assert_same, batch, loss_of, make_model
+from training import STAGES, adamw, assert_same, batch, distribute, loss_of, make_model
 
 import zerohvd.torch as zero
 
@@ -25,8 +25,8 @@ def members():
 @pytest.mark.parametrize("stage", STAGES)
 def test_only_the_members_share_a_model(stage, members):
     model = make_model()
-    opt = zero.DistributedOptimizer(
-        adamw(model.parameters()), stage=stage, process_set=members, bucket_bytes=500
+    opt = distribute(
+        model, adamw(model.parameters()), stage=stage, process_set=members, bucket_bytes=500
     )
     included = members.included()
     assert opt.collectives.size == (members.size() if included else 1)

@@ -8,7 +8,17 @@ import io
 import horovod.torch as hvd
 import pytest
 import torch
-from training import STAGES, Net, adamw, assert_same, make_model, plain, sharded, train
+from training import (
+    STAGES,
+    Net,
+    adamw,
+    assert_same,
+    distribute,
+    make_model,
+    plain,
+    sharded,
+    train,
+)
 
 import zerohvd.torch as zero
 
@@ -68,7 +78,7 @@ def test_training_goes_on_with_the_plain_optimizer_and_back(partition, stage):
 
     last = make_model()
     last.load_state_dict(middle.state_dict())
-    opt = zero.DistributedOptimizer(adamw(last.parameters()), stage=stage, bucket_bytes=333)
+    opt = distribute(last, adamw(last.parameters()), stage=stage, bucket_bytes=333)
     opt.load_state_dict(theirs.state_dict())
     train(last, opt, steps=3, first=6)
     assert_same(expected, last)

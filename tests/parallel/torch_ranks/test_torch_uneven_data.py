@@ -8,7 +8,16 @@ import horovod.torch as hvd
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from training import STAGES, MatrixNet, assert_replicated, assert_same, batch, loss_of, make_model
+from training import (
+    STAGES,
+    MatrixNet,
+    assert_replicated,
+    assert_same,
+    batch,
+    distribute,
+    loss_of,
+    make_model,
+)
 
 import zerohvd.torch as zero
 
@@ -41,7 +50,7 @@ def test_weights_give_the_result_of_the_union(way, stage):
     if hvd.size() == 1:
         return  # alone, and without a sample in the second step
     model = make_model(cls=MatrixNet)
-    opt = zero.DistributedOptimizer(sgd(model.parameters()), stage=stage, bucket_bytes=300)
+    opt = distribute(model, sgd(model.parameters()), stage=stage, bucket_bytes=300)
     for step in range(3):
         opt.zero_grad()
         count = samples_of(step, hvd.rank())
@@ -126,7 +135,7 @@ def test_an_epoch_over_an_uneven_dataset(samples, stage):
     tokens, targets = batch(7, 0, samples)
     data = TensorDataset(tokens, targets)
     model = make_model(cls=MatrixNet)
-    opt = zero.DistributedOptimizer(sgd(model.parameters()), stage=stage, bucket_bytes=300)
+    opt = distribute(model, sgd(model.parameters()), stage=stage, bucket_bytes=300)
     sampler = zero.DistributedSampler(data, shuffle=False)
     steps = 0
     for part in zero.even_steps(DataLoader(data, batch_size=2, sampler=sampler)):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import zerohvd.torch as zero
 
-STAGES = (0, 1, 2)
+STAGES = (0, 1, 2, 3)
 
 
 class Net(nn.Module):
@@ -87,12 +87,23 @@ def plain(make: Make = adamw, steps: int = 5, cls: type[nn.Module] = Net, **opti
     return model, opt
 
 
+def distribute(model: nn.Module, inner: torch.optim.Optimizer, *, stage: int = 2, **options):
+    """The sharded optimizer. At stage 3 every layer is a unit, and next to nothing stays whole."""
+    if stage == 3:
+        layers = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Conv2d)
+        if not any(isinstance(m, layers) for m in model.modules()):
+            layers = None
+        _, opt = zero.zeroify(model, inner, stage=3, units=layers, persist_below=3, **options)
+        return opt
+    return zero.DistributedOptimizer(
+        inner, named_parameters=model.named_parameters(), stage=stage, **options
+    )
+
+
 def sharded(make: Make = adamw, steps: int = 5, cls: type[nn.Module] = Net, **options):
     model = make_model(cls=cls)
     options.setdefault("bucket_bytes", 1024)
-    opt = zero.DistributedOptimizer(
-        make(model.parameters()), named_parameters=model.named_parameters(), **options
-    )
+    opt = distribute(model, make(model.parameters()), **options)
     train(model, opt, steps)
     return model, opt
 
@@ -100,16 +111,20 @@ def sharded(make: Make = adamw, steps: int = 5, cls: type[nn.Module] = Net, **op
 def assert_same(a: nn.Module, b: nn.Module, *, exact: bool | None = None, tol: float = 1e-5):
     """Bitwise at 1 and 2 ranks, where sums have one order only; else to tolerance."""
     exact = hvd.size() <= 2 if exact is None else exact
-    for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
-        if exact:
-            assert torch.equal(p, q), f"{name} differs by {(p - q).abs().max()}"
-        else:
-            torch.testing.assert_close(p, q, rtol=tol * 10, atol=tol, msg=lambda m, n=name: n + m)
+    with zero.gathered(a), zero.gathered(b):
+        for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
+            if exact:
+                assert torch.equal(p, q), f"{name} differs by {(p - q).abs().max()}"
+            else:
+                torch.testing.assert_close(
+                    p, q, rtol=tol * 10, atol=tol, msg=lambda m, n=name: n + m
+                )
 
 
 def assert_replicated(model: nn.Module) -> None:
     """All ranks hold the same parameters, to the bit."""
-    for name, p in model.named_parameters():
-        if p.numel():
-            gathered = hvd.allgather(p.detach().reshape(1, -1).double(), name=f"check.{name}")
-            assert all(torch.equal(gathered[0], row) for row in gathered), name
+    with zero.gathered(model):
+        for name, p in model.named_parameters():
+            if p.numel():
+                rows = hvd.allgather(p.detach().reshape(1, -1).double(), name=f"check.{name}")
+                assert all(torch.equal(rows[0], row) for row in rows), name

@@ -1,0 +1,349 @@
+"""Building a model without its memory: `with zero.deferred_init():`.
+
+Inside, large tensors live on the meta device. What is done to them is written down, and done when
+`zeroify` asks for one parameter after the other. Random operations take their numbers from the
+generator at once, into scratch memory that is thrown away, and remember where the generator stood:
+so everything that follows draws what it would have drawn, and the parameter gets its own numbers
+later, whenever that is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map
+
+# Smaller tensors are real: they cost nothing, and code may look at their values.
+REAL_BELOW = 4096
+
+_aten = torch.ops.aten
+_EMPTY = (_aten.empty.memory_format, _aten.empty_strided.default)
+_READS_VALUES = (
+    _aten._local_scalar_dense.default,
+    _aten.equal.default,
+    _aten.is_nonzero.default,
+)
+# They write every element of their first argument and read none of it.
+_REPLACE = {
+    "fill_", "zero_", "copy_", "uniform_", "normal_", "bernoulli_", "exponential_", "random_",
+    "log_normal_", "cauchy_",
+}
+
+
+@dataclasses.dataclass(eq=False)
+class _Step:
+    """One operation that has been written down."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: list[torch.Tensor]  # those with memory of their own
+    random: torch.Tensor | None  # the generator's state before it
+    reads: set[int]  # memory, by its identity
+    writes: set[int]
+
+
+class Tape:
+    """What has been done to tensors without memory.
+
+    Views need not be written down: a view knows which memory it is of, and where it lies in it.
+    Tensors are kept alive, or another one could get the identity of their memory.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[_Step] = []
+        self._writers: dict[int, list[int]] = {}
+        self._alive: dict[int, torch.Tensor] = {}
+
+    def allocate(self, tensor: torch.Tensor) -> None:
+        self._alive.setdefault(_memory(tensor), _alias(tensor))
+
+    def add(self, step: _Step) -> None:
+        for tensor in step.outputs:
+            self.allocate(tensor)
+        for memory in step.writes:
+            self._writers.setdefault(memory, []).append(len(self._steps))
+        self._steps.append(step)
+
+    def holds(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.is_meta and _memory(value) in self._alive
+
+    def realise(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The values of `tensor`: does what led to them, and nothing else."""
+        made: dict[int, torch.UntypedStorage] = {}
+        with torch.no_grad():
+            for number in self._needed(_memory(tensor)):
+                self._redo(self._steps[number], made)
+            return _real(tensor, made)
+
+    def _needed(self, memory: int) -> list[int]:
+        """The steps behind the last state of some memory, in order."""
+        needed: set[int] = set()
+        open_ = [(memory, len(self._steps))]
+        while open_:
+            wanted, before = open_.pop()
+            for number in reversed(self._writers.get(wanted, [])):
+                if number >= before:
+                    continue
+                step = self._steps[number]
+                replaced = _replaces(step, wanted)
+                if number not in needed:
+                    needed.add(number)
+                    others = step.reads - {wanted} if replaced else step.reads
+                    open_.extend((m, number) for m in others if m != wanted)
+                if replaced:
+                    break
+        return sorted(needed)
+
+    def _redo(self, step: _Step, made: dict[int, torch.UntypedStorage]) -> None:
+        def real(value: Any) -> Any:
+            return _real(value, made) if self.holds(value) else value
+
+        args, kwargs = tree_map(real, step.args), tree_map(real, step.kwargs)
+        if step.random is None:
+            outputs = step.func(*args, **kwargs)
+        else:
+            generator = _generator(step.kwargs)
+            now = generator.get_state()
+            generator.set_state(step.random)
+            outputs = step.func(*args, **kwargs)
+            generator.set_state(now)
+        found = [t for t in tree_iter(outputs) if isinstance(t, torch.Tensor)]
+        known = {_memory(t) for t in step.outputs}
+        for meta, value in zip(step.outputs, found, strict=False):
+            if _memory(meta) in known and _memory(meta) not in made:
+                made[_memory(meta)] = _laid_out_as(meta, value).untyped_storage()
+
+
+def _real(meta: torch.Tensor, made: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+    """The tensor in real memory that `meta` stands for."""
+    memory = _memory(meta)
+    if memory not in made:
+        made[memory] = torch.UntypedStorage(meta.untyped_storage().nbytes())
+    view = torch.empty(0, dtype=meta.dtype)
+    return view.set_(made[memory], meta.storage_offset(), meta.size(), meta.stride())
+
+
+def _laid_out_as(meta: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    if value.stride() == meta.stride() and value.storage_offset() == meta.storage_offset():
+        return value
+    return torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype).copy_(value)
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes down what happens to large tensors, and lets small ones be."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C.DisableTorchFunction():
+            return self._dispatch(func, args, kwargs or {})
+
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if not any(self._tape.holds(t) for t in tensors):
+            if tensors or not _makes_large(func, args, kwargs):
+                return func(*args, **kwargs)
+            return self._record(func, args, kwargs)
+        if func in _READS_VALUES or any(not t.is_meta for t in _written(func, args, kwargs)):
+            return func(*tree_map(self._real, args), **tree_map(self._real, kwargs))
+        return self._record(func, args, kwargs)
+
+    def _real(self, value: Any) -> Any:
+        return self._tape.realise(value) if self._tape.holds(value) else value
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        before = _generator(kwargs).get_state() if random else None
+        on_meta = dict(kwargs)
+        if "device" in on_meta:
+            on_meta["device"] = torch.device("meta")
+        reads = {_memory(t) for t in tree_iter((args, kwargs)) if self._tape.holds(t)}
+        outputs = func(*tree_map(_meta, args), **tree_map(_meta, on_meta))
+        new = [t for t in tree_iter(outputs) if isinstance(t, torch.Tensor)]
+        written = {_memory(t) for t in _written(func, args, kwargs)}
+        made = [t for t in new if _memory(t) not in reads]
+        for tensor in made:
+            self._tape.allocate(tensor)
+        if func not in _EMPTY and (made or written):
+            held = tree_map(_kept, args), tree_map(_kept, _on_host(kwargs))
+            writes = written | {_memory(t) for t in made}
+            aliases = [_alias(t) for t in made]
+            self._tape.add(_Step(func, *held, aliases, before, reads, writes))
+        if random:
+            self._draw(func, args, kwargs)
+        return outputs
+
+    def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Let the generator go on as if the numbers had been used."""
+
+        def scratch(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                return torch.empty_like(value, device="cpu")
+            return value
+
+        func(*tree_map(scratch, args), **tree_map(scratch, _on_host(kwargs)))
+
+
+class _Disguise(TorchFunctionMode):
+    """Deferred tensors say that they are on the host: torch.nn.init leaves others alone."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        told = _TOLD.get(func)
+        if told is not None:
+            with torch._C.DisableTorchFunction():
+                if self._tape.holds(args[0]):
+                    return told
+        return func(*args, **(kwargs or {}))
+
+
+_TOLD = {
+    torch.Tensor.is_meta.__get__: False,
+    torch.Tensor.is_cpu.__get__: True,
+    torch.Tensor.device.__get__: torch.device("cpu"),
+}
+
+
+# Who holds a deferred tensor cannot be asked: a model may be copied, or taken apart. Tapes stay.
+_tapes: list[Tape] = []
+
+
+class deferred_init:
+    """Build a model inside, and its large tensors take no memory until `zeroify(stage=3)`.
+
+        torch.manual_seed(0)
+        with zero.deferred_init():
+            model = GPT(...)
+        opt = torch.optim.AdamW(model.parameters())
+        model, opt = zero.zeroify(model, opt, stage=3)
+
+    `zeroify` gives the parameters the values they would have had, one unit at a time: whatever the
+    modules' own initialisation does, with the same numbers from the same seed. The first rank does
+    it for all. To start from saved values, call `model.load_state_dict()` after `zeroify`.
+    """
+
+    def __enter__(self) -> None:
+        tape = Tape()
+        _tapes.append(tape)
+        self._recorder, self._disguise = _Recorder(tape), _Disguise(tape)
+        self._recorder.__enter__()
+        self._disguise.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._disguise.__exit__(*error)
+        self._recorder.__exit__(*error)
+
+
+def is_deferred(tensor: torch.Tensor) -> bool:
+    return tensor.is_meta and any(tape.holds(tensor) for tape in _tapes)
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    return next(tape for tape in _tapes if tape.holds(tensor)).realise(tensor)
+
+
+def fill_deferred(param: torch.Tensor, into: torch.Tensor) -> None:
+    """Write the first values of a parameter, real or deferred, into memory."""
+    with torch.no_grad():
+        into.copy_(_values(param) if is_deferred(param) else param.data)
+
+
+def materialise(model: torch.nn.Module, params: Iterable[torch.nn.Parameter]) -> None:
+    """Give the model's deferred buffers and these parameters their values."""
+    for param in params:
+        if is_deferred(param):
+            embody(param, _values(param))
+    done: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for key, value in list(module._buffers.items()):
+            if value is not None and is_deferred(value):
+                if value not in done:
+                    done[value] = _values(value)
+                module._buffers[key] = done[value]
+
+
+def embody(param: torch.nn.Parameter, data: torch.Tensor) -> None:
+    """Let a parameter without memory have `data`. It stays the object that an optimizer knows."""
+    made = torch.nn.Parameter(data, requires_grad=param.requires_grad)
+    # As torch.utils.swap_tensors, which refuses parameters that are weakly referred to, as those
+    # of recurrent layers are: such references are to the object, and that stays.
+    torch._C._swap_tensor_impl(param, made)
+
+
+# -- small things ----------------------------------------------------------------------------------
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _generator(kwargs: dict[str, Any]) -> torch.Generator:
+    given = kwargs.get("generator")
+    return torch.default_generator if given is None else given
+
+
+def _on_host(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Values are made on the host, and go where they belong when they are wanted."""
+    return {**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs
+
+
+def _makes_large(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    device = kwargs.get("device")
+    if device is None or torch.device(device).type == "meta":
+        return False
+    try:
+        made = func(*args, **{**kwargs, "device": torch.device("meta")})
+    except (NotImplementedError, RuntimeError):
+        return False  # what has no meaning without memory has some
+    return isinstance(made, torch.Tensor) and made.numel() >= REAL_BELOW
+
+
+def _meta(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, torch.Tensor) and not value.is_meta else value
+
+
+def _kept(value: Any) -> Any:
+    """Small real tensors may change later: the tape needs them as they are."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return _alias(value) if value.is_meta else value.clone()
+
+
+def _alias(meta: torch.Tensor) -> torch.Tensor:
+    """The same memory under another object: a parameter can be swapped only if it is free."""
+    made = torch.empty(0, dtype=meta.dtype, device="meta")
+    return made.set_(meta.untyped_storage(), meta.storage_offset(), meta.size(), meta.stride())
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The arguments that the operation writes into."""
+    schema = func._schema.arguments
+    values = dict(zip((a.name for a in schema), args, strict=False)) | kwargs
+    names = [a.name for a in schema if a.alias_info is not None and a.alias_info.is_write]
+    return [values[n] for n in names if isinstance(values.get(n), torch.Tensor)]
+
+
+def _replaces(step: _Step, memory: int) -> bool:
+    """Whether nothing that was in this memory before matters after the step."""
+    if any(_memory(t) == memory for t in step.outputs):
+        return True
+    if step.func._schema.name.removeprefix("aten::") not in _REPLACE:
+        return False
+    target = step.args[0]
+    whole = target.numel() * target.element_size() == target.untyped_storage().nbytes()
+    return bool(whole and _memory(target) == memory)

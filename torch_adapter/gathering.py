@@ -1,0 +1,398 @@
+"""Stage 3: a unit's parameters are gathered before they are used, and freed after.
+
+    forward   root  u0 ......... u1 ......... u2 .........
+    gathered  root  u0           u1           u2
+    on the way      u1 .....     u2 .....
+    backward                                  u2 ......... u1 ......... u0 ......... root
+
+A unit is freed when the next one is entered, so two units at most are whole at a time: the one at
+work and the one that is being gathered ahead. The root is whole from its forward pass to the end
+of the backward pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerohvd.agreement import check_agreement
+from zerohvd.layout import Layout, build_layout
+from zerohvd.torch.collectives import Handle, LocalCollectives, TorchCollectives
+from zerohvd.torch.pages import POOL
+from zerohvd.torch.prefetch import Order
+from zerohvd.torch.sharding import Memory, NamedParam
+from zerohvd.torch.unit_memory import Fill, UnitFlats
+from zerohvd.torch.units import ModelPlan, UnitOptions, UnitPlan, tensors_in
+from zerohvd.torch.waiting import Waiting
+
+SHARDED, COMING, WHOLE = "sharded", "coming", "whole"
+
+
+@dataclasses.dataclass
+class Use:
+    """One forward pass of a unit, in the order of all of them."""
+
+    start: int
+    stop: int = 0
+
+
+class Unit:
+    """The parameters that are gathered together, and whether they are."""
+
+    def __init__(self, plan: UnitPlan, number: int) -> None:
+        self.name = plan.name
+        self.module = plan.module
+        self.owners = plan.owners
+        self.number = number
+        self.parts: list[UnitFlats] = []  # trainable parameters, and frozen ones
+        self.state = SHARDED
+        self.depth = 0  # forward passes that are inside
+        self.backward: Use | None = None  # the pass whose backward pass is under way
+        self.held = 0  # by `gathered`, or while loading
+        self.kept = False  # until the step: a graph of gradients refers to the values
+        self.gathers = 0
+        self.made = 0  # parts, ever: each has names of its own for its collectives
+        self.running: list[tuple[nn.Module, Use | None]] = []  # innermost last
+        self._handles: list[Handle] = []
+
+    @property
+    def idle(self) -> bool:
+        return not (self.depth or self.held or self.kept) and self.backward is None
+
+    def start(self) -> None:
+        """Start the gather, unless the parameters are there or on their way."""
+        if self.state == SHARDED:
+            self.gathers += 1
+            self._handles = [h for part in self.parts for h in part.gather_start()]
+            self.state = COMING
+
+    def finish(self, waiting: Waiting) -> None:
+        """Have the parameters."""
+        if self.state == COMING:
+            waiting.wait(self._handles, self)
+            self._show()
+
+    def take_part(self) -> list[Handle]:
+        """One more gather, for another rank's sake."""
+        if self.state == COMING:  # the others are past it, so it has come
+            for handle in self._handles:
+                handle.wait()
+            self._show()
+        self.gathers += 1
+        return [h for part in self.parts for h in part.gather_start()]
+
+    def end_part(self) -> None:
+        if self.state == SHARDED:
+            for part in self.parts:
+                part.free()
+
+    def _show(self) -> None:
+        self._handles = []
+        for part in self.parts:
+            part.show()
+        self.state = WHOLE
+
+    def free(self) -> None:
+        if self.state == WHOLE:
+            for part in self.parts:
+                part.free()
+            self.state = SHARDED
+
+    def open(self, units: Units) -> None:
+        """Let values be written into the parameters; only this rank's part is kept."""
+        self.finish(units.waiting)
+        if self.state == SHARDED:
+            for part in self.parts:
+                part.put(units.collectives.rank)
+                part.show()
+            self.state = WHOLE
+        self.held += 1
+
+    def close(self, units: Units) -> None:
+        """Keep this rank's part of what has been written. The rest may be what it wants."""
+        for part in self.parts:
+            part.keep(units.collectives.rank)
+        self.held -= 1
+        if self.held or self.depth:
+            raise RuntimeError(f"the parameters of {self.name!r} were loaded while in use")
+        self.backward, self.kept = None, False
+        self.free()
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        return [p for part in self.parts for p in part.params]
+
+    def __repr__(self) -> str:
+        return f"<unit {self.name}: {self.state}>"
+
+
+class Units:
+    """All units of a model: who is whole, who comes next."""
+
+    def __init__(
+        self,
+        plan: ModelPlan,
+        options: UnitOptions,
+        fill: Fill,
+        collectives: TorchCollectives | LocalCollectives,
+        prefix: str,
+    ) -> None:
+        """
+        Args:
+            fill: Writes a parameter's first values, as for `UnitFlats`.
+        """
+        self.options = options
+        self.collectives = collectives
+        self._prefix, self._fill = prefix, fill
+        self._plan = plan
+        self.all = [Unit(u, number) for number, u in enumerate(plan.units)]
+        self.root = self.all[0]
+        self.waiting = Waiting(self.all, collectives, prefix)
+        self._forward, self._backward = Order(), Order()
+        self._clock = 0
+        self._task = False  # the end of a backward pass has been asked for
+        self.loads = 0  # of the model's state
+        self.hooks: list[Any] = []  # on the model's modules
+        self.on_gather: Callable[[], None] | None = None
+
+    # -- building ---------------------------------------------------------------------------------
+
+    def divide(
+        self, named: Sequence[NamedParam]
+    ) -> Iterator[tuple[list[NamedParam], Memory | None]]:
+        """Sections for these parameters, in the order in which backward passes complete them."""
+        of = {p: unit for unit, plan in self._planned() for _, p in plan.params}
+        for unit in [*reversed(self.all[1:]), self.root]:
+            members = [n for n in named if of.get(n.param) is unit]
+            if members:
+                yield members, self._memory(unit)
+        small = [n for n in named if n.param not in of]
+        if small:
+            yield small, None
+
+    def shard_rest(self, taken: Collection[nn.Parameter]) -> None:
+        """Shard what no section has taken: frozen parameters."""
+        for unit, plan in self._planned():
+            rest = [NamedParam(n, p) for n, p in plan.params if p not in taken]
+            if rest:
+                layout = build_layout([n.spec for n in rest], self.collectives.size)
+                check_agreement(self.collectives, layout, {}, what="zero.zeroify")
+                self._memory(unit)(layout, [n.param for n in rest])
+
+    def take_out(self, params: Collection[nn.Parameter]) -> None:
+        """Make these whole again, of units' frozen parts: they are about to be trained."""
+        for unit in self.of(params):
+            self.hold([unit])
+            mixed = [part for part in unit.parts if not set(part.params).isdisjoint(params)]
+            for part in mixed:
+                part.dissolve()
+            unit.parts = [part for part in unit.parts if part not in mixed]
+            self.let_go([unit])
+            rest = [p for part in mixed for p in part.params if p not in params]
+            taken = {p for u in self.all for p in u.params} | set(params)
+            if rest:
+                self.shard_rest(taken)
+
+    def dissolve(self) -> None:
+        """Make the whole model whole again, and let go of it. All ranks must do it."""
+        for unit in self.all:
+            self.hold([unit])
+            for part in unit.parts:
+                part.dissolve()
+            unit.parts = []
+            unit.held, unit.state = 0, SHARDED
+        for hooks in self.hooks:
+            hooks.remove()
+        self.hooks = []
+
+    def _planned(self) -> Iterator[tuple[Unit, UnitPlan]]:
+        return zip(self.all, self._plan.units, strict=True)
+
+    def _memory(self, unit: Unit) -> Memory:
+        def make(layout: Layout, params: Sequence[nn.Parameter]) -> UnitFlats:
+            prefix = f"{self._prefix}/u{unit.number}.{unit.made}"
+            unit.made += 1
+            flats = UnitFlats(
+                layout, params, self.collectives.rank, self.collectives, prefix, self._fill
+            )
+            unit.parts.append(flats)
+            for param in flats.params:
+                param._zerohvd_units = self
+            return flats
+
+        return make
+
+    # -- forward ----------------------------------------------------------------------------------
+
+    def enter(self, unit: Unit) -> Use:
+        """A module of the unit is about to run."""
+        in_backward = _in_backward()
+        if not in_backward:
+            self._forget_backward()
+        if unit is self.root and not unit.depth and not in_backward:
+            self._forward.restart()
+        self._free_idle(unit)
+        unit.depth += 1
+        use = Use(self._tick())
+        try:
+            self._have(unit, self._backward if in_backward else self._forward)
+        except BaseException:
+            unit.depth -= 1
+            raise
+        return use
+
+    def leave(self, unit: Unit, use: Use, outputs: Any) -> None:
+        """The module has run, or has failed: then there are no outputs."""
+        unit.depth -= 1
+        use.stop = self._tick()
+        found: list[torch.Tensor] = []
+        if torch.is_grad_enabled():
+            tensors_in(outputs, found)
+            if outputs is not None:
+                # Losses that a module leaves lying about are backward passes' beginnings too.
+                for module in unit.module.modules():
+                    tensors_in([v for v in vars(module).values() if _graph(v)], found)
+            for tensor in found:
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(_Before(self, unit, use))
+        if unit is self.root and not unit.depth and not found and not _in_backward():
+            self.free_idle()  # no backward pass will come this way
+
+    def _have(self, unit: Unit, order: Order) -> None:
+        """Gather the unit, and start with the one that came next the last time."""
+        if self.on_gather is not None:
+            self.on_gather()
+        following = order.after(unit)
+        with torch.inference_mode(False), torch.no_grad():
+            unit.start()
+            if following is not None and self._room_for(following):
+                following.start()
+            unit.finish(self.waiting)
+
+    def _room_for(self, unit: Unit) -> bool:
+        """Whether no other unit is on its way: two at most are whole or to become so."""
+        return not any(u.state == COMING and u is not unit and u.idle for u in self.all[1:])
+
+    def _free_idle(self, entered: Unit) -> None:
+        if not self.options.reshard_after_forward:
+            return
+        for unit in self.all[1:]:
+            if unit is not entered and unit.state == WHOLE and unit.idle:
+                unit.free()
+
+    # -- backward ---------------------------------------------------------------------------------
+
+    def before_backward(self, unit: Unit, use: Use) -> None:
+        """Gradients of the unit's outputs have come: its backward pass begins."""
+        if unit.backward is use and unit.state == WHOLE:
+            return
+        if not self._task:
+            self._task = True
+            self._backward.restart()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        again = torch.is_grad_enabled()  # create_graph=True: there will be a backward of this
+        if unit is not self.root and not again:
+            for other in self.all[1:]:
+                if other is not unit and other.state == WHOLE:
+                    self._free_if_done(other, use)
+        unit.backward = use
+        unit.kept = unit.kept or again
+        self._have(unit, self._backward)
+
+    def _free_if_done(self, unit: Unit, use: Use) -> None:
+        """Autograd goes back in time: units that ran later than `use` are through."""
+        through = unit.backward is not None and unit.backward.start > use.stop
+        if through:
+            unit.backward = None
+        if unit.idle and (through or self.options.reshard_after_forward):
+            unit.free()
+
+    def _end_backward(self) -> None:
+        self._forget_backward()
+        self.free_idle()
+        with torch.no_grad():
+            self.waiting.meet()
+
+    def _forget_backward(self) -> None:
+        """No backward pass is under way: also after one that has failed."""
+        if self._task:
+            self._task = False
+            for unit in self.all:
+                unit.backward = None
+
+    # -- all of them ------------------------------------------------------------------------------
+
+    def free_idle(self) -> None:
+        for unit in self.all:
+            if unit.state == WHOLE and unit.idle:
+                unit.free()
+        POOL.trim()
+
+    def settle(self) -> None:
+        """End of a step: nothing is under way and nothing is whole, on any rank.
+
+        A rank may have gathered ahead what it then did not use, and the others not at all: they
+        do it now, or it would be met by the first gather of the next step, with old values.
+        """
+        self._forget_backward()
+        for unit in self.all:
+            unit.kept = False
+            if unit.depth or unit.held:
+                raise RuntimeError(
+                    f"step() was called while the parameters of {unit.name!r} were in use: leave "
+                    "the module's forward pass, or `with zero.gathered(...)`, before"
+                )
+        with torch.no_grad():
+            self.waiting.even_out()
+            for unit in self.all:
+                unit.finish(self.waiting)
+                unit.free()
+        POOL.trim()
+
+    def of(self, params: Iterable[nn.Parameter]) -> list[Unit]:
+        """The units that hold any of these parameters, in order."""
+        wanted = set(params)
+        return [u for u in self.all if not wanted.isdisjoint(u.params)]
+
+    def hold(self, units: Sequence[Unit]) -> None:
+        """Gather these for as long as they are held."""
+        with torch.inference_mode(False), torch.no_grad():
+            for unit in units:
+                unit.start()
+            for unit in units:
+                unit.finish(self.waiting)
+        for unit in units:
+            unit.held += 1
+
+    def let_go(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            unit.held -= 1
+            if unit.idle and unit.state == WHOLE:
+                unit.free()
+        POOL.trim()
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+
+class _Before:
+    """Hook on an output: a unit's backward pass begins."""
+
+    def __init__(self, units: Units, unit: Unit, use: Use) -> None:
+        self._units, self._unit, self._use = units, unit, use
+
+    def __call__(self, _: torch.Tensor) -> None:
+        self._units.before_backward(self._unit, self._use)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _graph(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None

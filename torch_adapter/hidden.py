@@ -1,0 +1,172 @@
+"""What a parameter looks like while its values are spread over the ranks.
+
+It keeps its identity, shape, dtype, gradient and hooks. Its data is a stand-in without memory, and
+whatever would read or write values raises an error that names the parameter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zerohvd.errors import ShardedStateError
+
+# Attributes and functions that need no values.
+_ATTRIBUTES = {
+    "shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "grad_fn", "layout", "ndim",
+    "names", "output_nr", "name", "itemsize", "nbytes", "_version", "_backward_hooks",
+    "_post_accumulate_grad_hooks", "is_sparse", "is_sparse_csr", "is_meta", "is_cuda", "is_cpu",
+    "is_xpu", "is_mps", "is_mtia", "is_quantized", "is_nested", "is_mkldnn", "is_maia",
+    "is_ipu", "is_vulkan", "is_xla", "retains_grad", "volatile", "_base", "_grad",
+    "_has_symbolic_sizes_strides", "_is_zerotensor",
+}
+_SETTABLE = {"requires_grad", "grad", "_grad", "_backward_hooks"}
+_FUNCTIONS = {
+    "numel", "nelement", "size", "dim", "ndimension", "element_size", "stride",
+    "storage_offset", "get_device", "__len__", "__hash__", "is_contiguous", "is_floating_point",
+    "is_complex", "is_signed", "is_inference", "is_same_size", "is_shared", "is_pinned",
+    "is_tensor", "is_conj", "is_neg", "is_storage", "requires_grad_", "register_hook",
+    "register_post_accumulate_grad_hook", "retain_grad", "new_zeros", "new_ones", "new_empty",
+    "new_full", "new_tensor", "new_empty_strided", "zeros_like", "ones_like", "empty_like",
+    "full_like", "rand_like", "randn_like", "has_names", "__dir__", "_is_view",
+    "_has_compatible_shallow_copy_type", "increment_version", "_increment_version",
+    "__dlpack_device__",
+}
+_BYPASS = torch._C.DisableTorchFunctionSubclass
+
+
+class HiddenParameter(torch.nn.Parameter):
+    """A parameter without values; never made, only turned into by `hide`."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return _call_without_values(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise _refusal(self, "copy.deepcopy()")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _refusal(self, "pickling")
+
+
+class HiddenTensor(torch.Tensor):
+    """What `detach()` and `.data` give of a HiddenParameter."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return _call_without_values(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise _refusal(self, "copy.deepcopy()")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _refusal(self, "pickling")
+
+
+def _call_without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = getattr(func, "__name__", str(func))
+    attribute = ""
+    if name in ("__get__", "__set__", "__delete__"):
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+    if attribute == "data" and name == "__get__":
+        return _detached(args[0])
+    if attribute == "data" and name == "__set__" and args[1] is args[0]:
+        return None  # model.to() of where it is already
+    known = _ATTRIBUTES if name == "__get__" else _SETTABLE
+    if attribute in known or (not attribute and name in _FUNCTIONS):
+        with _BYPASS():
+            return func(*args, **kwargs)
+    if name == "detach":
+        return _detached(args[0])
+    if name == "__repr__":
+        return _describe(args[0])
+    if name in ("to", "cpu") and _goes_nowhere(args, kwargs):
+        return args[0]
+    hidden = _first_hidden((*args, *kwargs.values()))
+    raise _refusal(hidden, f".{attribute}" if attribute else f"{name}()")
+
+
+def _goes_nowhere(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether `.to(...)` asks for the device and dtype that the parameter has already."""
+    with _BYPASS():
+        param = args[0]
+        for value in (*args[1:], *kwargs.values()):
+            if isinstance(value, torch.dtype) and value != param.dtype:
+                return False
+            if isinstance(value, (str, torch.device)) and torch.device(value) != param.device:
+                return False
+            if isinstance(value, (int, torch.Tensor)) and not isinstance(value, bool):
+                return False
+        return not kwargs.get("copy", False)
+
+
+def _detached(hidden: torch.Tensor) -> HiddenTensor:
+    with _BYPASS():
+        view = torch.Tensor.detach(hidden).as_subclass(HiddenTensor)
+    view._zerohvd_name = hidden._zerohvd_name
+    view._zerohvd_param = getattr(hidden, "_zerohvd_param", hidden)
+    return view
+
+
+def _first_hidden(values: Any) -> Any:
+    for value in values:
+        if isinstance(value, (HiddenParameter, HiddenTensor)):
+            return value
+        if isinstance(value, (list, tuple)):
+            found = _first_hidden(value)
+            if found is not None:
+                return found
+    return None
+
+
+def _describe(hidden: Any) -> str:
+    with _BYPASS():
+        shape, dtype = tuple(hidden.shape), hidden.dtype
+    return f"Parameter {hidden._zerohvd_name!r} {shape} of {dtype}, sharded over the ranks"
+
+
+def _refusal(hidden: Any, what: str) -> ShardedStateError:
+    name = "?" if hidden is None else hidden._zerohvd_name
+    return ShardedStateError(
+        f"{what} needs the values of parameter {name!r}, which is sharded over the ranks: no rank "
+        "holds it whole now. Run the module that uses it, or read and write it, on every rank, "
+        "inside `with zero.gathered(module_or_parameter):`; for all of them call "
+        "model.state_dict()."
+    )
+
+
+def is_hidden(tensor: Any) -> bool:
+    return isinstance(tensor, (HiddenParameter, HiddenTensor))
+
+
+def parameter_of(tensor: Any) -> torch.nn.Parameter:
+    """The parameter behind what `detach()` gave."""
+    param: torch.nn.Parameter = getattr(tensor, "_zerohvd_param", tensor)
+    return param
+
+
+def stand_in(param: torch.Tensor) -> torch.Tensor:
+    """The parameter's shape without its memory. Should its values ever be used, they are NaN."""
+    with _BYPASS():
+        return torch.full((), float("nan"), dtype=param.dtype, device=param.device).expand(
+            param.shape
+        )
+
+
+def hide(param: torch.nn.Parameter, data: torch.Tensor, name: str) -> None:
+    """Take the values away; `data` is a stand-in."""
+    with _BYPASS():
+        param.data = data
+    param._zerohvd_name = name
+    param.__class__ = HiddenParameter
+
+
+def show(param: torch.nn.Parameter, data: torch.Tensor) -> None:
+    """Give the values back: a plain parameter again."""
+    param.__class__ = torch.nn.Parameter
+    param.data = data

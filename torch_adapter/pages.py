@@ -1,0 +1,150 @@
+"""Memory on the host that comes and goes without being made anew.
+
+What costs most about a fresh megabyte is that the kernel has to find and clear its pages. A unit
+that is freed has pages, and the next one needs some: they are moved, from one range of addresses to
+another. A range keeps its addresses for ever, so that views into it stay valid.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+
+import torch
+
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_NO_ACCESS = 0
+_DONTNEED = 4
+_HUGE_PAGES = 14
+_HUGE = 2 << 20
+_MOVE = 1 | 2 | 4  # may move, to a fixed place, and the old range stays reserved
+
+
+def _libc() -> ctypes.CDLL | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mremap.restype = ctypes.c_void_p
+    address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    libc.mremap.argtypes = [address, size, size, number, address]
+    libc.mprotect.argtypes = [address, size, number]
+    libc.madvise.argtypes = [address, size, number]
+    return libc
+
+
+LIBC = _libc()
+
+
+class Range:
+    """A range of addresses, with or without memory behind it."""
+
+    def __init__(self, nbytes: int, pool: Pool) -> None:
+        self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        held = mmap.mmap(-1, self.nbytes + _HUGE, flags=flags, prot=_READ_WRITE)
+        # The tensor keeps the mapping alive, and views of it keep the tensor's storage.
+        start = -torch.frombuffer(held, dtype=torch.uint8).data_ptr() % _HUGE
+        self.tensor = torch.frombuffer(held, dtype=torch.uint8, count=nbytes, offset=start)
+        self.address = self.tensor.data_ptr()
+        self._ask_for_huge_pages()
+        self._pool = pool
+        self.there = True
+
+    def _ask_for_huge_pages(self) -> None:
+        """Where the system has them for those who ask: one fault in the place of 512."""
+        assert LIBC is not None
+        inside = self.nbytes // _HUGE * _HUGE  # a huge page at the end could be mostly waste
+        if inside:
+            LIBC.madvise(self.address, inside, _HUGE_PAGES)
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        return self.tensor.untyped_storage()
+
+    def allocate(self) -> None:
+        """Have memory, with whatever may stand in it."""
+        if not self.there:
+            self._pool.give(self)
+            self.there = True
+
+    def free(self) -> None:
+        """Let the next one have the memory."""
+        if self.there:
+            self._pool.take(self)
+            self.there = False
+
+
+class Pool:
+    """Pages of ranges that do not need them."""
+
+    def __init__(self) -> None:
+        self._idle: list[Range] = []
+
+    def take(self, range_: Range) -> None:
+        self._idle.append(range_)
+
+    def give(self, range_: Range) -> None:
+        assert LIBC is not None
+        if range_ in self._idle:
+            self._idle.remove(range_)
+            return
+        LIBC.mprotect(range_.address, range_.nbytes, _READ_WRITE)
+        if not self._idle:
+            return
+        donor = min(self._idle, key=lambda r: abs(r.nbytes - range_.nbytes))
+        self._idle.remove(donor)
+        size = min(donor.nbytes, range_.nbytes)
+        # If the kernel cannot, the range gets fresh pages as it touches them.
+        LIBC.mremap(donor.address, size, size, _MOVE, range_.address)
+        _empty(donor)
+
+    def trim(self) -> None:
+        """Give all that is idle back to the system."""
+        for range_ in self._idle:
+            _empty(range_)
+        self._idle = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(r.nbytes for r in self._idle)
+
+
+def _empty(range_: Range) -> None:
+    assert LIBC is not None
+    LIBC.madvise(range_.address, range_.nbytes, _DONTNEED)
+    LIBC.mprotect(range_.address, range_.nbytes, _NO_ACCESS)
+
+
+class Resized:
+    """The same for memory of a device, whose allocator knows how to use things again."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.nbytes = nbytes
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        return self.tensor.untyped_storage()
+
+    @property
+    def there(self) -> bool:
+        return self.storage.nbytes() > 0
+
+    def allocate(self) -> None:
+        if not self.there:
+            self.storage.resize_(self.nbytes)
+
+    def free(self) -> None:
+        self.storage.resize_(0)
+
+
+# One pool for all models: what one of them frees, another can use.
+POOL = Pool()
+
+
+def make(nbytes: int, device: torch.device) -> Range | Resized:
+    """Memory that can be freed and had again."""
+    if device.type == "cpu" and LIBC is not None and nbytes:
+        return Range(nbytes, POOL)
+    return Resized(nbytes, device)

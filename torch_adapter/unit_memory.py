@@ -1,0 +1,212 @@
+"""The memory of a unit: this rank's shards for good, the whole only while it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from zerohvd.errors import DisagreementError
+from zerohvd.layout import Layout
+from zerohvd.torch import arrays, hidden, pages
+from zerohvd.torch.collectives import Handle, LocalCollectives, TorchCollectives
+from zerohvd.torch.deferred import embody
+
+Fill = Callable[[torch.nn.Parameter, torch.Tensor], None]
+
+
+class UnitFlats:
+    """Takes the place of FlatParams where parameters are sharded.
+
+    `flats` are views of one allocation per dtype, whose bytes come and go. Autograd saves views of
+    parameters (a transposed weight, say) for the backward pass, and a view knows its allocation,
+    not its address: bytes that are freed after the forward pass and gathered again before the
+    backward pass are the ones that it sees.
+    """
+
+    flats: list[torch.Tensor]  # per bucket: 1-D, padded; without bytes while sharded
+    shards: list[torch.Tensor]  # per bucket: 1-D, this rank's part
+    memories: list[pages.Range | pages.Resized]  # the allocations behind `flats`
+
+    def __init__(
+        self,
+        layout: Layout,
+        params: Sequence[torch.nn.Parameter],
+        rank: int,
+        collectives: TorchCollectives | LocalCollectives,
+        prefix: str,
+        fill: Fill,
+    ) -> None:
+        """
+        Args:
+            fill: Writes the first values of a parameter into memory; asked on the first rank,
+                whose values everyone gets.
+        """
+        self.layout = layout
+        self._collectives = collectives
+        self._prefix = prefix
+        self._lengths = [[span.length for span in b.spans()] for b in layout.buckets]
+        self._names = [
+            f"{prefix}/b{b.index}/allgather/{layout.params[b.slots[0].param].name}"
+            for b in layout.buckets
+        ]
+        self._members = [
+            (i, p) for i, p in enumerate(params) if layout.slots_of[i]
+        ]  # empty parameters have nothing to shard
+        self._allocate(params)
+        self._views = {i: self._view(i, p) for i, p in self._members}
+        self._stand_ins = {i: hidden.stand_in(v) for i, v in self._views.items()}
+        self._fill(fill, rank)
+        self._share(rank)
+        for index, param in self._members:
+            if param.is_meta:
+                embody(param, self._views[index])
+        self.whole = True
+        self.free()
+
+    def _allocate(self, params: Sequence[torch.nn.Parameter]) -> None:
+        buckets = self.layout.buckets
+        self.flats = [torch.empty(0)] * len(buckets)
+        self.memories = []
+        alike: dict[tuple[str, torch.device], list[int]] = {}
+        for bucket in buckets:
+            device = _real_device(params[bucket.slots[0].param])
+            alike.setdefault((bucket.dtype, device), []).append(bucket.index)
+        for (dtype, device), indices in alike.items():
+            lengths = [buckets[b].padded for b in indices]
+            like = torch.empty(0, dtype=arrays.dtype_of(dtype), device=device)
+            memory = pages.make(sum(lengths) * like.element_size(), device)
+            whole = like.set_(memory.storage, 0, (sum(lengths),))
+            whole.zero_()  # padding is zero for ever, as every rank's part of it is
+            for b, flat in zip(indices, whole.split(lengths), strict=True):
+                self.flats[b] = flat
+            self.memories.append(memory)
+
+    def _view(self, index: int, param: torch.nn.Parameter) -> torch.Tensor:
+        b, slot = self.layout.slots_of[index][0]
+        flat = self.flats[b]
+        offset = flat.storage_offset() + slot.start
+        whole = flat.new_empty(0).set_(flat.untyped_storage(), offset, (param.numel(),))
+        return whole.view(param.shape)
+
+    def _fill(self, fill: Fill, rank: int) -> None:
+        error: Exception | None = None
+        try:
+            for i, param in self._members if rank == 0 else ():
+                fill(param, self._views[i])
+        except Exception as raised:
+            error = raised
+        failed = torch.tensor([0.0 if error is None else 1.0])
+        self._collectives.allreduce_start(failed, "max", name=f"{self._prefix}/filled").wait()
+        if error is not None:
+            raise error
+        if failed.item():
+            raise DisagreementError(
+                "the first rank could not make the first values of the parameters of this unit: "
+                f"{', '.join(p.name for p in self.layout.params[:3])}, ... See its error"
+            )
+
+    def _share(self, rank: int) -> None:
+        """Everyone gets the first rank's values, and keeps a part."""
+        self.shards = []
+        for b, flat in enumerate(self.flats):
+            if isinstance(self._collectives, TorchCollectives):
+                self._collectives.broadcast_in_place(flat, name=f"{self._prefix}/b{b}/init")
+            span = self.layout.buckets[b].span(rank)
+            self.shards.append(flat[span.start : span.stop].clone())
+
+    def shard(self, b: int, rank: int) -> torch.Tensor:
+        return self.shards[b]
+
+    # -- whole, and back --------------------------------------------------------------------------
+
+    def allocate(self) -> None:
+        for memory in self.memories:
+            memory.allocate()
+
+    def gather_start(self) -> list[Handle]:
+        """Get the other ranks' parts; to be waited for before `show`."""
+        self.allocate()
+        return [
+            self._collectives.gather_into(flat, shard, lengths, name=name)
+            for flat, shard, lengths, name in zip(
+                self.flats, self.shards, self._lengths, self._names, strict=True
+            )
+        ]
+
+    def show(self) -> None:
+        """Let the parameters be seen, after their bytes have come."""
+        for index, param in self._members:
+            hidden.show(param, self._views[index])
+        self.whole = True
+
+    def free(self) -> None:
+        """Hide the parameters and give the bytes back."""
+        if self.whole:
+            for index, param in self._members:
+                hidden.hide(param, self._stand_ins[index], self.layout.params[index].name)
+        self.whole = False
+        for memory in self.memories:
+            memory.free()
+
+    def keep(self, rank: int) -> None:
+        """Take this rank's part of what stands in the whole."""
+        for b, (flat, shard) in enumerate(zip(self.flats, self.shards, strict=True)):
+            span = self.layout.buckets[b].span(rank)
+            shard.copy_(flat[span.start : span.stop])
+
+    def put(self, rank: int) -> None:
+        """Bytes for the whole with this rank's part in place: for loading, without others."""
+        self.allocate()
+        for b, (flat, shard) in enumerate(zip(self.flats, self.shards, strict=True)):
+            span = self.layout.buckets[b].span(rank)
+            flat[span.start : span.stop] = shard
+
+    def broadcast(self, root: int) -> None:
+        """Everyone gets the whole of rank `root`."""
+        if isinstance(self._collectives, TorchCollectives):
+            for b, flat in enumerate(self.flats):
+                self._collectives.broadcast_in_place(
+                    flat, root, name=f"{self._prefix}/b{b}/written"
+                )
+
+    def changed(self, rank: int) -> int | None:
+        """Index of a parameter of which this rank's part is no longer that of its shard."""
+        for b, (flat, shard) in enumerate(zip(self.flats, self.shards, strict=True)):
+            span = self.layout.buckets[b].span(rank)
+            same = torch.equal(
+                flat[span.start : span.stop].view(torch.uint8), shard.view(torch.uint8)
+            )
+            if not same:
+                return self.layout.buckets[b].slots[0].param
+        return None
+
+    def dissolve(self) -> None:
+        """Give the parameters, which are whole now, memory of their own for good."""
+        for index, param in self._members:
+            param.data = self._views[index].clone()
+            param._zerohvd_units = None
+        self.whole = False
+
+    def moved(self) -> int | None:
+        """Index of the first parameter that has been given other memory."""
+        for index, param in self._members:
+            held = hidden.is_hidden(param)
+            if held == self.whole or (
+                not held and param.data_ptr() != self._views[index].data_ptr()
+            ):
+                return index
+        return None
+
+    @property
+    def params(self) -> list[torch.nn.Parameter]:
+        return [param for _, param in self._members]
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Of what is there of the whole now."""
+        return sum(memory.nbytes for memory in self.memories if memory.there)
+
+
+def _real_device(param: torch.nn.Parameter) -> torch.device:
+    return torch.device("cpu") if param.is_meta else param.device
