@@ -147,7 +147,7 @@ class Units:
         """
         self.options = options
         self.collectives = collectives
-        self._prefix, self._fill = prefix, fill
+        self.prefix, self._fill = prefix, fill
         self._plan = plan
         _compare(plan, options, collectives)
         self.all = [Unit(u, number) for number, u in enumerate(plan.units)]
@@ -215,7 +215,7 @@ class Units:
 
     def _memory(self, unit: Unit) -> Memory:
         def make(layout: Layout, params: Sequence[nn.Parameter]) -> UnitFlats:
-            prefix = f"{self._prefix}/u{unit.number}.{unit.made}"
+            prefix = f"{self.prefix}/u{unit.number}.{unit.made}"
             unit.made += 1
             flats = UnitFlats(
                 layout, params, self.collectives.rank, self.collectives, prefix, self._fill
