@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
+
+from zerohvd.torch import pages
 
 # Smaller tensors are real: they cost nothing, and code may look at their values.
 REAL_BELOW = 4096
@@ -48,6 +50,13 @@ class _Step:
     writes: set[int]
 
 
+class _Place(NamedTuple):
+    """Where some memory is in reality."""
+
+    storage: torch.UntypedStorage
+    start: int  # bytes
+
+
 class Tape:
     """What has been done to tensors without memory.
 
@@ -73,9 +82,16 @@ class Tape:
     def holds(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.is_meta and _memory(value) in self._alive
 
-    def realise(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The values of `tensor`: does what led to them, and nothing else."""
-        made: dict[int, torch.UntypedStorage] = {}
+    def realise(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        """The values of `tensor`: does what led to them, and nothing else.
+
+        Args:
+            into: Memory for them, where they lie one behind the other.
+        """
+        made: dict[int, _Place] = {}
+        if into is not None and _fills_its_memory(tensor):
+            start = into.storage_offset() * into.element_size()
+            made[_memory(tensor)] = _Place(into.untyped_storage(), start)
         with torch.no_grad():
             for number in self._needed(_memory(tensor)):
                 self._redo(self._steps[number], made)
@@ -100,7 +116,7 @@ class Tape:
                     break
         return sorted(needed)
 
-    def _redo(self, step: _Step, made: dict[int, torch.UntypedStorage]) -> None:
+    def _redo(self, step: _Step, made: dict[int, _Place]) -> None:
         def real(value: Any) -> Any:
             return _real(value, made) if self.holds(value) else value
 
@@ -114,19 +130,28 @@ class Tape:
             outputs = step.func(*args, **kwargs)
             generator.set_state(now)
         found = [t for t in tree_iter(outputs) if isinstance(t, torch.Tensor)]
-        known = {_memory(t) for t in step.outputs}
         for meta, value in zip(step.outputs, found, strict=False):
-            if _memory(meta) in known and _memory(meta) not in made:
-                made[_memory(meta)] = _laid_out_as(meta, value).untyped_storage()
+            if _memory(meta) in made:
+                _real(meta, made).copy_(value)
+            else:
+                made[_memory(meta)] = _Place(_laid_out_as(meta, value).untyped_storage(), 0)
 
 
-def _real(meta: torch.Tensor, made: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+def _real(meta: torch.Tensor, made: dict[int, _Place]) -> torch.Tensor:
     """The tensor in real memory that `meta` stands for."""
     memory = _memory(meta)
     if memory not in made:
-        made[memory] = torch.UntypedStorage(meta.untyped_storage().nbytes())
+        made[memory] = _Place(torch.UntypedStorage(meta.untyped_storage().nbytes()), 0)
+    storage, start = made[memory]
     view = torch.empty(0, dtype=meta.dtype)
-    return view.set_(made[memory], meta.storage_offset(), meta.size(), meta.stride())
+    offset = start // view.element_size() + meta.storage_offset()
+    return view.set_(storage, offset, meta.size(), meta.stride())
+
+
+def _fills_its_memory(meta: torch.Tensor) -> bool:
+    return meta.is_contiguous() and meta.numel() * meta.element_size() == (
+        meta.untyped_storage().nbytes()
+    )
 
 
 def _laid_out_as(meta: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -141,6 +166,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self._tape = tape
+        self._scratch: pages.Range | pages.Resized | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -185,13 +211,35 @@ class _Recorder(TorchDispatchMode):
 
     def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Let the generator go on as if the numbers had been used."""
+        taken: list[pages.Range | pages.Resized] = []
 
+        # Not from the heap: what is written down meanwhile would lie in its gaps, and make it grow.
         def scratch(value: Any) -> Any:
-            if isinstance(value, torch.Tensor) and value.is_meta:
+            if not isinstance(value, torch.Tensor) or not value.is_meta:
+                return value
+            nbytes = value.untyped_storage().nbytes()
+            if len(taken) or nbytes == 0:
                 return torch.empty_like(value, device="cpu")
-            return value
+            taken.append(self._scratch_of(nbytes))
+            storage = taken[0].storage
+            real = torch.empty(0, dtype=value.dtype)
+            return real.set_(storage, value.storage_offset(), value.size(), value.stride())
 
         func(*tree_map(scratch, args), **tree_map(scratch, _on_host(kwargs)))
+
+
+    def _scratch_of(self, nbytes: int) -> pages.Range | pages.Resized:
+        if self._scratch is None or self._scratch.nbytes < nbytes:
+            self.drop_scratch()
+            self._scratch = pages.make(nbytes, torch.device("cpu"))
+            self._scratch.allocate()
+        return self._scratch
+
+    def drop_scratch(self) -> None:
+        if self._scratch is not None:
+            self._scratch.free()
+            self._scratch = None
+        pages.POOL.trim()
 
 
 class _Disguise(TorchFunctionMode):
@@ -247,20 +295,23 @@ class deferred_init:
     def __exit__(self, *error: Any) -> None:
         self._disguise.__exit__(*error)
         self._recorder.__exit__(*error)
+        self._recorder.drop_scratch()
 
 
 def is_deferred(tensor: torch.Tensor) -> bool:
     return tensor.is_meta and any(tape.holds(tensor) for tape in _tapes)
 
 
-def _values(tensor: torch.Tensor) -> torch.Tensor:
-    return next(tape for tape in _tapes if tape.holds(tensor)).realise(tensor)
+def _values(tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+    return next(tape for tape in _tapes if tape.holds(tensor)).realise(tensor, into)
 
 
 def fill_deferred(param: torch.Tensor, into: torch.Tensor) -> None:
     """Write the first values of a parameter, real or deferred, into memory."""
     with torch.no_grad():
-        into.copy_(_values(param) if is_deferred(param) else param.data)
+        values = _values(param, into) if is_deferred(param) else param.data
+        if values.data_ptr() != into.data_ptr():
+            into.copy_(values)
 
 
 def materialise(model: torch.nn.Module, params: Iterable[torch.nn.Parameter]) -> None:

@@ -104,12 +104,22 @@ def _publish(
 
 def _refuse_writes(held: Iterable[tuple[Units, list[Unit]]]) -> None:
     for units, members in held:
-        for unit in members:
-            for part in unit.parts:
-                index = part.changed(units.collectives.rank)
-                if index is not None:
-                    raise RuntimeError(
-                        f"parameter {part.layout.params[index].name!r}, or one beside it, was "
-                        "written inside zero.gathered(); the new values are lost. Pass "
-                        "writable=True to keep them"
-                    )
+        name = _written(units, members)
+        # A rank sees a write in its own part only; all of them have to stop.
+        seen = torch.tensor([0.0 if name is None else 1.0])
+        handle = units.collectives.allreduce_start(seen, "max", name=f"{units.prefix}/read")
+        units.waiting.wait([handle])
+        if seen.item():
+            what = "a parameter" if name is None else f"parameter {name!r}, or one beside it,"
+            raise RuntimeError(
+                f"{what} was written inside zero.gathered(); the new values are lost. Pass "
+                "writable=True to keep them"
+            )
+
+
+def _written(units: Units, members: list[Unit]) -> str | None:
+    for part in (part for unit in members for part in unit.parts):
+        index = part.changed(units.collectives.rank)
+        if index is not None:
+            return part.layout.params[index].name
+    return None

@@ -147,8 +147,9 @@ class Units:
         """
         self.options = options
         self.collectives = collectives
-        self._prefix, self._fill = prefix, fill
+        self.prefix, self._fill = prefix, fill
         self._plan = plan
+        _compare(plan, options, collectives)
         self.all = [Unit(u, number) for number, u in enumerate(plan.units)]
         self.root = self.all[0]
         self.waiting = Waiting(self.all, collectives, prefix)
@@ -214,7 +215,7 @@ class Units:
 
     def _memory(self, unit: Unit) -> Memory:
         def make(layout: Layout, params: Sequence[nn.Parameter]) -> UnitFlats:
-            prefix = f"{self._prefix}/u{unit.number}.{unit.made}"
+            prefix = f"{self.prefix}/u{unit.number}.{unit.made}"
             unit.made += 1
             flats = UnitFlats(
                 layout, params, self.collectives.rank, self.collectives, prefix, self._fill
@@ -255,9 +256,10 @@ class Units:
             if outputs is not None:
                 # Losses that a module leaves lying about are backward passes' beginnings too.
                 for module in unit.module.modules():
-                    tensors_in([v for v in vars(module).values() if _graph(v)], found)
+                    found += [v for v in vars(module).values() if _new(v)]
             for tensor in found:
                 if tensor.grad_fn is not None:
+                    tensor._zerohvd_hooked = True
                     tensor.register_hook(_Before(self, unit, use))
         if unit is self.root and not unit.depth and not found and not _in_backward():
             self.free_idle()  # no backward pass will come this way
@@ -380,6 +382,18 @@ class Units:
         return self._clock
 
 
+def _compare(
+    plan: ModelPlan, options: UnitOptions, collectives: TorchCollectives | LocalCollectives
+) -> None:
+    """Before anything is made of it: ranks with other units would wait for each other."""
+    settings = {
+        "persist_below": options.persist_below,
+        "reshard_after_forward": options.reshard_after_forward,
+    }
+    layout = build_layout(plan.specs(), collectives.size)
+    check_agreement(collectives, layout, settings, what="zero.zeroify")
+
+
 class _Before:
     """Hook on an output: a unit's backward pass begins."""
 
@@ -394,5 +408,8 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _graph(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.grad_fn is not None
+def _new(value: Any) -> bool:
+    """Whether it is a tensor with a graph behind it that no unit has seen yet."""
+    if not isinstance(value, torch.Tensor) or value.grad_fn is None:
+        return False
+    return not getattr(value, "_zerohvd_hooked", False)

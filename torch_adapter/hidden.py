@@ -36,36 +36,28 @@ _FUNCTIONS = {
 _BYPASS = torch._C.DisableTorchFunctionSubclass
 
 
-class HiddenParameter(torch.nn.Parameter):
+class _Hidden:
+    """Lets through what needs no values."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return _call_without_values(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise _refusal(self, "copy.deepcopy()")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _refusal(self, "pickling")
+
+
+class HiddenParameter(_Hidden, torch.nn.Parameter):
     """A parameter without values; never made, only turned into by `hide`."""
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return _call_without_values(func, args, kwargs or {})
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise _refusal(self, "copy.deepcopy()")
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _refusal(self, "pickling")
-
-
-class HiddenTensor(torch.Tensor):
+class HiddenTensor(_Hidden, torch.Tensor):
     """What `detach()` and `.data` give of a HiddenParameter."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return _call_without_values(func, args, kwargs or {})
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise _refusal(self, "copy.deepcopy()")
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _refusal(self, "pickling")
 
 
 def _call_without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -115,7 +107,7 @@ def _detached(hidden: torch.Tensor) -> HiddenTensor:
 
 def _first_hidden(values: Any) -> Any:
     for value in values:
-        if isinstance(value, (HiddenParameter, HiddenTensor)):
+        if isinstance(value, _Hidden):
             return value
         if isinstance(value, (list, tuple)):
             found = _first_hidden(value)
@@ -141,7 +133,7 @@ def _refusal(hidden: Any, what: str) -> ShardedStateError:
 
 
 def is_hidden(tensor: Any) -> bool:
-    return isinstance(tensor, (HiddenParameter, HiddenTensor))
+    return isinstance(tensor, _Hidden)
 
 
 def parameter_of(tensor: Any) -> torch.nn.Parameter:

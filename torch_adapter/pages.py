@@ -37,19 +37,24 @@ LIBC = _libc()
 
 
 class Range:
-    """A range of addresses, with or without memory behind it."""
+    """A range of addresses, with or without memory behind it; without at first."""
 
     def __init__(self, nbytes: int, pool: Pool) -> None:
         self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         held = mmap.mmap(-1, self.nbytes + _HUGE, flags=flags, prot=_READ_WRITE)
         # The tensor keeps the mapping alive, and views of it keep the tensor's storage.
-        start = -torch.frombuffer(held, dtype=torch.uint8).data_ptr() % _HUGE
-        self.tensor = torch.frombuffer(held, dtype=torch.uint8, count=nbytes, offset=start)
+        first = torch.frombuffer(held, dtype=torch.uint8).data_ptr()
+        self.tensor = torch.frombuffer(
+            held, dtype=torch.uint8, count=nbytes, offset=-first % _HUGE
+        )
         self.address = self.tensor.data_ptr()
         self._ask_for_huge_pages()
+        # What cannot be written to counts as nobody's memory.
+        assert LIBC is not None
+        LIBC.mprotect(first, self.nbytes + _HUGE, _NO_ACCESS)
         self._pool = pool
-        self.there = True
+        self.there = False
 
     def _ask_for_huge_pages(self) -> None:
         """Where the system has them for those who ask: one fault in the place of 512."""
@@ -122,6 +127,7 @@ class Resized:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.nbytes = nbytes
+        self.free()
 
     @property
     def storage(self) -> torch.UntypedStorage:

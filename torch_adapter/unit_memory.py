@@ -76,6 +76,7 @@ class UnitFlats:
             lengths = [buckets[b].padded for b in indices]
             like = torch.empty(0, dtype=arrays.dtype_of(dtype), device=device)
             memory = pages.make(sum(lengths) * like.element_size(), device)
+            memory.allocate()
             whole = like.set_(memory.storage, 0, (sum(lengths),))
             whole.zero_()  # padding is zero for ever, as every rank's part of it is
             for b, flat in zip(indices, whole.split(lengths), strict=True):

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerohvd.layout import ParamSpec
+from zerohvd.torch import arrays
+
 ROOT = "(root)"
 PERSIST_BELOW = 256
 
@@ -60,9 +63,14 @@ class ModelPlan:
     units: tuple[UnitPlan, ...]  # in model order; the root is the first
     persistent: tuple[tuple[str, nn.Parameter], ...]
 
-    def describe(self) -> list[list[str]]:
-        """What all ranks must agree on."""
-        return [[u.name, *(n for n, _ in u.params)] for u in self.units]
+    def specs(self) -> list[ParamSpec]:
+        """Every parameter, with its unit as the group: what all ranks must agree on."""
+        homes = [(u.name, u.params) for u in self.units] + [("(persistent)", self.persistent)]
+        return [
+            ParamSpec(name, tuple(p.shape), arrays.dtype_name(p.dtype), unit)
+            for unit, params in homes
+            for name, p in params
+        ]
 
 
 def plan_units(model: nn.Module, options: UnitOptions) -> ModelPlan:
@@ -126,6 +134,9 @@ def _choose(model: nn.Module, units: Any) -> dict[nn.Module, str]:
     """The modules that are units, with their names; the model itself is one without saying."""
     named = {module: name for name, module in reversed(list(model.named_modules())) if name}
     named = dict(reversed(list(named.items())))
+    # A compiled module is entered through its wrapper, and hooks inside would be compiled.
+    wrapped = {m._modules.get("_orig_mod") for m in named}
+    named = {m: name for m, name in named.items() if m not in wrapped}
     if units is None:
         return {m: named[m] for m in _repeated(model) if m in named}
     wanted = _test(units)
@@ -144,7 +155,7 @@ def _test(units: Any) -> Callable[[str, nn.Module], bool]:
     if isinstance(units, type) or (
         isinstance(units, tuple) and units and all(isinstance(u, type) for u in units)
     ):
-        return lambda name, module: isinstance(module, units)
+        return lambda name, module: isinstance(module._modules.get("_orig_mod", module), units)
     if isinstance(units, (list, tuple, set, nn.ModuleList)):
         members = set(units)
         for member in members:
@@ -215,5 +226,6 @@ def tensors_in(value: Any, found: list[torch.Tensor], seen: set[int] | None = No
     elif hasattr(value, "__dict__"):
         for item in vars(value).values():
             tensors_in(item, found, seen)
-    for name in getattr(type(value), "__slots__", ()):
+    slots = getattr(type(value), "__slots__", ())
+    for name in (slots,) if isinstance(slots, str) else slots:
         tensors_in(getattr(value, name, None), found, seen)

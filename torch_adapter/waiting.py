@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 PATIENCE = 0.25  # seconds before a rank asks what the others need
 SHORT_PATIENCE = 0.02  # the same, for a unit that had to be asked for before
 LIMIT = float(os.environ.get("ZEROHVD_GATHER_TIMEOUT", "600"))  # before it gives up
-_POLL = 5e-5
+_POLL = 1e-4
 _POLL_SLOWLY = 1e-3
 
 

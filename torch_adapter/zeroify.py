@@ -69,6 +69,7 @@ def zeroify(
     )
     _broadcast(model, sharded)
     if sharded.units is not None:
+        sharded.units.free_idle()
         sharded.units.hooks = [UnitHooks(sharded.units), ModuleState(model, sharded.units)]
     return model, sharded
 

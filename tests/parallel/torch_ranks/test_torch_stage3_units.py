@@ -443,3 +443,26 @@ def test_torch_compile(where):
             opt.step()
     assert_same(two, three, exact=False)
     torch._dynamo.reset()
+
+
+@needs_ranks
+def test_other_units_on_one_rank_are_an_error_on_all():
+    model = make_model(cls=Blocks)
+    units = Block if hvd.rank() == 0 else nn.Linear
+    with pytest.raises(zero.DisagreementError, match="zeroify"):
+        zero.zeroify(model, adamw(model.parameters()), stage=3, units=units, persist_below=4)
+    persist = 4 + hvd.rank()
+    with pytest.raises(zero.DisagreementError, match="persist_below"):
+        zero.zeroify(model, adamw(model.parameters()), stage=3, persist_below=persist)
+
+
+def test_blocks_that_were_compiled_before():
+    class Compiled(Blocks):
+        def __init__(self):
+            super().__init__(depth=3)
+            for number, block in enumerate(self.blocks):
+                self.blocks[number] = torch.compile(block, backend="aot_eager")
+
+    _, opt = assert_trains_like_stage_2(Compiled, units=Block)
+    assert "blocks.1" in states(opt) or hvd.size() == 1
+    torch._dynamo.reset()
