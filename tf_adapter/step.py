@@ -166,11 +166,12 @@ class Step:
     def _reduce_and_update(self, grads: Sequence[Any], factor: Any, scale: Any) -> list[Any]:
         done: list[Any] = []
         updated: list[Any] = []
+        reduced: list[Any] = []
         assembled = buffers.Assembly(self.layout, self.natives)
         rate = self._learning_rate()
         self._turn = _Turn()
         for bucket in self.layout.buckets:
-            with _few(updated):
+            with _few(updated), tf.control_dependencies(gradients.to_wait_for(reduced)):
                 reduced = self._reduce(bucket, grads, factor, scale)
             reduced = clipping.by_value(reduced, self.inner)
             indices = self._pieces_of[bucket.index]
