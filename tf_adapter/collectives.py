@@ -180,17 +180,18 @@ class Wire:
             lengths: How much of it each rank keeps.
         """
         if self.size == 1:
-            return tf.cast(x, tf.float32) if x.dtype in _NARROW else x
+            return _wide(x)
         kept = lengths[self.rank] * arrays.itemsize(x)
         total = sum(lengths) * arrays.itemsize(x)
         self.plan.add(name, "reducescatter", x, moved=total - kept)
-        if x.dtype in _NARROW or len(set(lengths)) > 1:
-            # The same bytes as a reducescatter, which knows neither bfloat16 nor uneven parts,
-            # and would round 16-bit sums after every rank.
-            return self._exchange_and_add(x, lengths, name)
-        out = hvd.reducescatter(x, op=hvd.Sum, **self._how(name))
-        out.set_shape([lengths[self.rank]])
-        return out
+        if hvd.nccl_built() and x.dtype not in _NARROW and len(set(lengths)) == 1:
+            out = hvd.reducescatter(x, op=hvd.Sum, **self._how(name))
+            out.set_shape([lengths[self.rank]])
+            return out
+        # The same bytes as a reducescatter. On CPUs that one takes fresh memory inside MPI and was
+        # measured far slower; it knows neither bfloat16 nor uneven parts, and would round 16-bit
+        # sums after every rank.
+        return self._exchange_and_add(x, lengths, name)
 
     def allreduce(self, x: Any, name: str, op: str = "sum") -> Any:
         """`x` combined over the ranks; 16-bit floats are added, and come back, in float32."""
@@ -245,11 +246,47 @@ class Wire:
         return arrays.unbits(out) if x.dtype == tf.bfloat16 else out
 
     def _exchange_and_add(self, x: Any, lengths: Sequence[int], name: str) -> Any:
+        """Give every rank its part of `x`, and add up what the ranks gave this one."""
+        start, own = sum(lengths[: self.rank]), lengths[self.rank]
+        if self.size > 2:
+            return self._add_in_rounds(x, lengths, name)
+        # Between two ranks one's own part stays where it is, and a + b is b + a.
+        sent = x[own:] if self.rank == 0 else x[:start]
+        splits = [0 if rank == self.rank else length for rank, length in enumerate(lengths)]
+        received = self._alltoall(sent, splits, name)
+        received.set_shape([own])
+        return _wide(received) + _wide(x[start : start + own])
+
+    def _add_in_rounds(self, x: Any, lengths: Sequence[int], name: str) -> Any:
+        """Exchange no more at a time than makes every rank receive about as much as it sends.
+
+        An owner of all of `x` would otherwise hold as many copies of it as there are ranks.
+        """
+        rounds = max(1, -(-self.size * max(lengths) // max(1, sum(lengths))))
+        starts = [sum(lengths[:rank]) for rank in range(self.size)]
+        sums: list[Any] = []
+        for i in range(rounds):
+            cuts = [_share(length, i, rounds) for length in lengths]
+            parts = [x[s + a : s + b] for s, (a, b) in zip(starts, cuts, strict=True) if b > a]
+            sent = x if rounds == 1 else parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+            wait = [] if tf.executing_eagerly() else sums[-1:]
+            with tf.control_dependencies(wait):
+                received = self._alltoall(sent, [b - a for a, b in cuts], f"{name}/{i}")
+            received.set_shape([self.size * (cuts[self.rank][1] - cuts[self.rank][0])])
+            sums.append(arrays.sum_parts(_wide(received), self.size))
+        return sums[0] if rounds == 1 else tf.concat(sums, 0)
+
+    def _alltoall(self, x: Any, splits: Sequence[int], name: str) -> Any:
         bits = arrays.bits(x) if x.dtype == tf.bfloat16 else x
-        splits = arrays.splits(lengths)
-        out, _ = hvd.alltoall(bits, splits=splits, **self._how(name))
-        out = arrays.unbits(out) if x.dtype == tf.bfloat16 else out
-        out.set_shape([self.size * lengths[self.rank]])
-        if x.dtype in _NARROW:
-            out = tf.cast(out, tf.float32)
-        return arrays.sum_parts(out, self.size)
+        out, _ = hvd.alltoall(bits, splits=arrays.splits(splits), **self._how(name))
+        return arrays.unbits(out) if x.dtype == tf.bfloat16 else out
+
+
+def _wide(x: Any) -> Any:
+    return tf.cast(x, tf.float32) if x.dtype in _NARROW else x
+
+
+def _share(length: int, index: int, count: int) -> tuple[int, int]:
+    """The range of the `index`-th of `count` parts, which start where memory is aligned."""
+    part = -(-length // (16 * count)) * 16
+    return min(length, index * part), min(length, (index + 1) * part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,9 @@ from zerohvd.layout import Layout, ParamSpec, build_layout
 # pages in every step: a collective on 64 MiB was measured six times slower than four on 16 MiB.
 _CHUNK_BYTES = 32 * MIB
 _NO_CHUNKS = 1 << 62
+
+# What a variable is called whose gradient comes as rows; `build` sees variables, not gradients.
+_TABLE = re.compile("embed|table")
 
 _DELEGATED = (
     "weight_decay",
@@ -105,13 +109,17 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     @tf.autograph.experimental.do_not_convert
     def build(self, variables: Sequence[Any]) -> None:
         """Lay out `variables`, on all ranks at the same time, and create this rank's state."""
+        self._build(list(variables), [])
+
+    def _build(self, variables: list[Any], tables: list[int]) -> None:
+        """`build`, where the gradients of some variables (`tables`) are known to come as rows."""
         if self.step is not None:
             return
-        variables = list(variables)
         with tf.init_scope():
             wire = Wire(self.process_set)
             check_ranks(os.environ, hvd.size())
-            layout = self._layout(variables, wire)
+            everyone = wire.eager.allgather_object(tables, name="zero/agree/tables")
+            layout = self._layout(variables, wire, {i for found in everyone for i in found})
             settings = {
                 **self.config.as_dict(),
                 "optimizer": type(self.inner_optimizer).__name__,
@@ -130,16 +138,20 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             self._trainable_variables_indices[self._var_key(variable)] = index
         self.built = True
 
-    def _layout(self, variables: Sequence[Any], wire: Wire) -> Layout:
+    def _layout(self, variables: Sequence[Any], wire: Wire, tables: set[int]) -> Layout:
         sharded = self.config.stage > 0
         how = partition.choose(self.inner_optimizer, self.config.partition)
-        whole = how == "parameter" or not sharded or wire.size == 1
+        specs = _specs(variables, tables)
+        chunk = max(_CHUNK_BYTES, self.config.bucket_bytes)
+        # The rows of a table are sent for the whole of it.
+        large_table = any(s.group and s.nbytes > chunk for s in specs)
+        whole = how == "parameter" or not sharded or wire.size == 1 or large_table
         return build_layout(
-            _specs(variables),
+            specs,
             wire.size if sharded else 1,
             bucket_bytes=self.config.bucket_bytes,
             partition=how,
-            chunk_bytes=_NO_CHUNKS if whole else max(_CHUNK_BYTES, self.config.bucket_bytes),
+            chunk_bytes=_NO_CHUNKS if whole else chunk,
         )
 
     def _pieces(self, layout: Layout, variables: Sequence[Any], wire: Wire) -> list[PieceVariable]:
@@ -207,7 +219,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             trainable_variables = self._trainable_variables
         trainable_variables = list(trainable_variables)
         if not self.built:
-            self.build(trainable_variables)
+            rows = [i for i, g in enumerate(grads) if isinstance(g, tf.IndexedSlices)]
+            self._build(trainable_variables, rows)
         self._check_variables_are_known(trainable_variables)
         aligned: list[Any] = [None] * len(self._trainable_variables)
         for grad, variable in zip(grads, trainable_variables, strict=True):
@@ -370,10 +383,10 @@ def _options(optimizer: Any) -> dict[str, Any]:
     return {k: v for k, v in optimizer.get_config().items() if k != "name"}
 
 
-def _specs(variables: Sequence[Any]) -> list[ParamSpec]:
+def _specs(variables: Sequence[Any], tables: set[int]) -> list[ParamSpec]:
     seen: dict[str, int] = {}
     specs = []
-    for variable in variables:
+    for index, variable in enumerate(variables):
         path = variable_path(variable)
         count = seen[path] = seen.get(path, 0) + 1
         if getattr(variable, "overwrite_with_gradient", False):
@@ -382,8 +395,9 @@ def _specs(variables: Sequence[Any]) -> list[ParamSpec]:
                 "zerohvd does not support"
             )
         dtype = tf_variable(variable).dtype.base_dtype.name
-        # A table of its own bucket can send its gradient as rows.
-        group = path if path.split("/")[-1] == "embeddings" else 0
         name = path if count == 1 else f"{path}#{count}"
+        # A table in a bucket of its own can send its gradient as rows.
+        called_so = len(variable.shape) > 1 and _TABLE.search(path.split("/")[-1].lower())
+        group = name if index in tables or called_so else 0
         specs.append(ParamSpec(name, tuple(variable.shape), dtype, group))
     return specs

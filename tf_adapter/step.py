@@ -9,7 +9,8 @@ A branch that holds a collective is only ever taken on a value that all ranks sh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -21,8 +22,8 @@ from zerohvd.keras.collectives import Wire
 from zerohvd.keras.pieces import PieceVariable, tf_variable
 from zerohvd.layout import Bucket, Layout
 
-# So many gathered buckets are held before they are variables. Reductions need no such limit: a
-# packed bucket takes the place of the gradients it was packed from.
+# So many buckets are being reduced at a time, and so many are gathered and not yet variables:
+# TensorFlow runs whatever can run, and would hold a copy of all gradients on their way.
 IN_FLIGHT = 2
 
 
@@ -64,6 +65,7 @@ class Step:
                     for v in variables
                 ]
         self._heads: list[Any] = []
+        self._turn = _Turn()
         # Which parameters get gradients; fixed by the first step, when all ranks compare theirs.
         self.present: frozenset[int] | None = None
         # Nadam and the like change shared state once per step: all pieces in one call.
@@ -163,22 +165,31 @@ class Step:
 
     def _reduce_and_update(self, grads: Sequence[Any], factor: Any, scale: Any) -> list[Any]:
         done: list[Any] = []
+        updated: list[Any] = []
+        reduced: list[Any] = []
         assembled = buffers.Assembly(self.layout, self.natives)
         rate = self._learning_rate()
+        self._turn = _Turn()
         for bucket in self.layout.buckets:
-            reduced = self._reduce(bucket, grads, factor, scale)
+            with _few(updated), tf.control_dependencies(gradients.to_wait_for(reduced)):
+                reduced = self._reduce(bucket, grads, factor, scale)
             reduced = clipping.by_value(reduced, self.inner)
-            with tf.control_dependencies(gradients.first_of(reduced)):
-                self._update_pieces(self._pieces_of[bucket.index], reduced, rate)
-            with tf.control_dependencies(gradients.to_wait_for(done[-IN_FLIGHT : 1 - IN_FLIGHT])):
+            indices = self._pieces_of[bucket.index]
+            with _few(done), tf.control_dependencies(gradients.first_of(reduced)):
+                self._update_pieces(indices, reduced, rate)
+            updated.append([self.pieces[i].read_value() for i in indices])
+            with _few(done):
                 done.append(self._gather(bucket, assembled))
         return done
 
     def _reduce_all(self, grads: Sequence[Any], factor: Any, scale: Any) -> list[Any]:
         """A gradient per piece."""
         reduced: list[Any] = [None] * len(self.pieces)
+        before: list[Any] = []
         for bucket in self.layout.buckets:
-            found = self._reduce(bucket, grads, factor, scale)
+            with _few(before):
+                found = self._reduce(bucket, grads, factor, scale)
+            before.append(found)
             for index, grad in zip(self._pieces_of[bucket.index], found, strict=True):
                 reduced[index] = grad
         return reduced
@@ -280,6 +291,7 @@ class Step:
 
     def _update(self, grads: Sequence[Any]) -> list[Any]:
         """Update all pieces and gather every bucket."""
+        self._turn = _Turn()
         with tf.control_dependencies(gradients.first_of(grads)):
             rate = self._learning_rate()
             if self._one_call:
@@ -288,9 +300,9 @@ class Step:
         done: list[Any] = []
         for bucket in self.layout.buckets:
             indices = self._pieces_of[bucket.index]
-            if not self._one_call:
-                self._update_pieces(indices, [grads[i] for i in indices], rate)
-            with tf.control_dependencies(gradients.to_wait_for(done[-IN_FLIGHT : 1 - IN_FLIGHT])):
+            with _few(done):
+                if not self._one_call:
+                    self._update_pieces(indices, [grads[i] for i in indices], rate)
                 done.append(self._gather(bucket, assembled))
         return done
 
@@ -304,8 +316,8 @@ class Step:
         if not chosen and not self._one_call:
             return
         chosen_grads, chosen_pieces = [g for g, _ in chosen], [p for _, p in chosen]
-        self.inner._apply_weight_decay(chosen_pieces)
-        self.inner._backend_update_step(chosen_grads, chosen_pieces, rate)
+        with self._turn.taken_by(self.inner):
+            self.inner._backend_update_step(chosen_grads, chosen_pieces, rate)
         for piece in chosen_pieces:
             if piece.master is not None:
                 piece.master.assign(piece.read_value())
@@ -373,6 +385,42 @@ class Step:
     def _name(self, bucket: Bucket, op: str) -> str:
         first = self.layout.params[bucket.slots[0].param].name
         return f"{self.wire.prefix}/b{bucket.index}/{op}/{_op_name(first)}"
+
+
+def _few(started: Sequence[Any]) -> Any:
+    """What is made inside waits until no more than `IN_FLIGHT` are under way, itself included."""
+    return tf.control_dependencies(gradients.to_wait_for(started[-IN_FLIGHT : 1 - IN_FLIGHT]))
+
+
+class _Turn:
+    """Lets the inner optimizer update one bucket after the other.
+
+    An update takes several times the memory of what it updates, and TensorFlow would run those of
+    all buckets side by side.
+    """
+
+    def __init__(self) -> None:
+        self._before: list[Any] = []
+        self._now: list[Any] = []
+        self._bucket = -1
+
+    @contextlib.contextmanager
+    def taken_by(self, inner: Any) -> Iterator[None]:
+        update = inner.update_step
+
+        def update_step(grad: Any, piece: PieceVariable, rate: Any) -> None:
+            if piece.piece.bucket != self._bucket:
+                self._before, self._now, self._bucket = self._now, [], piece.piece.bucket
+            with tf.control_dependencies(gradients.to_wait_for(self._before)):
+                inner._apply_weight_decay([piece])
+                update(grad, piece, rate)
+            self._now.append(piece.read_value())
+
+        inner.update_step = update_step
+        try:
+            yield
+        finally:
+            del inner.update_step
 
 
 def _op_name(name: str) -> str:

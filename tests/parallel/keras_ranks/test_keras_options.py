@@ -123,12 +123,14 @@ def test_learning_rate_and_iterations_are_the_inner_ones():
 
 
 @world.at_two_ranks
-def test_eager_equals_graph():
-    graph, _ = world.sharded(lambda: opts.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2))
-    eager, _ = world.sharded(
-        lambda: opts.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2), eager=True
-    )
-    world.assert_same(eager, graph)
+def test_eager_loops():
+    def make():
+        return opts.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)
+
+    eager, _ = world.sharded(make, eager=True)
+    world.assert_same(eager, world.plain(make, eager=True))
+    # TensorFlow fuses operations in graphs, which then round differently on some processors.
+    world.assert_same(eager, world.plain(make), bitwise=False)
 
 
 def test_unused_variables_are_left_alone_and_missing_ones_count_as_zero():

@@ -180,3 +180,31 @@ def test_sparse_gradients(table):
     assert bool(rows_sent) == (rows == 997)
     if rows_sent:
         assert rows_sent[0].moved == 6 * 3 * 5 * 4 * (world.SIZE - 1)
+
+
+@world.at_two_ranks
+def test_rows_of_large_tables_and_of_any_name(monkeypatch):
+    """A table beyond the size at which variables are cut, and one that the gradient gives away."""
+    from zerohvd.keras import optimizer as module
+
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 1024)
+    tables = [tf.Variable(tf.ones([997, 5]), name=n) for n in ("embeddings", "words")]
+    other = tf.Variable(tf.ones([3000]), name="other")
+    optimizer = zero.DistributedOptimizer(keras.optimizers.SGD(1.0), bucket_bytes=1024)
+
+    @tf.function
+    def step(ids):
+        with tf.GradientTape() as tape:
+            rows = [tf.reduce_sum(tf.gather(t, ids)) for t in tables]
+            loss = tf.add_n(rows) + tf.reduce_sum(other)
+        variables = [*tables, other]
+        optimizer.apply(tape.gradient(loss, variables), variables)
+
+    step(tf.constant([world.RANK, 5, 5]))
+    for table in tables:
+        expected = np.ones([997, 5])
+        expected[: world.SIZE] -= 1 / world.SIZE
+        expected[5] -= 2
+        np.testing.assert_allclose(table.numpy(), expected, rtol=1e-6)
+    sent = [r.name for r in optimizer.step.wire.plan.log().records]
+    assert sum(n.endswith("/values") for n in sent) == 2
