@@ -19,24 +19,30 @@ from zerohvd.versions import require_torch
 require_torch()
 allow_single_process(os.environ)
 
+from zerohvd.checkpoint import CheckpointError, CorruptCheckpointError  # noqa: E402
 from zerohvd.errors import (  # noqa: E402
     DisagreementError,
     NonFiniteError,
     ShardedStateError,
     ZeroError,
 )
+from zerohvd.torch.checkpoint import load, save  # noqa: E402
 from zerohvd.torch.compression import Compression  # noqa: E402
 from zerohvd.torch.data import DistributedSampler, even_steps  # noqa: E402
 from zerohvd.torch.deferred import deferred_init  # noqa: E402
 from zerohvd.torch.distributed import DistributedOptimizer  # noqa: E402
 from zerohvd.torch.gathered import gathered  # noqa: E402
+from zerohvd.torch.manager import CheckpointManager  # noqa: E402
 from zerohvd.torch.optimizer import ZeroOptimizer  # noqa: E402
 from zerohvd.torch.report import communication_report, memory_report  # noqa: E402
 from zerohvd.torch.weighting import weight  # noqa: E402
 from zerohvd.torch.zeroify import zeroify  # noqa: E402
 
 __all__ = [
+    "CheckpointError",
+    "CheckpointManager",
     "Compression",
+    "CorruptCheckpointError",
     "DisagreementError",
     "DistributedOptimizer",
     "DistributedSampler",
@@ -48,7 +54,9 @@ __all__ = [
     "deferred_init",
     "even_steps",
     "gathered",
+    "load",
     "memory_report",
+    "save",
     "weight",
     "zeroify",
 ]
