@@ -72,7 +72,7 @@ def prepare_save(
     def look() -> list[int]:
         found.append(Holdings(model, holder))
         for section in found[0].sections:
-            section.refresh_masters()
+            section.refresh_masters(section.buckets)
         return storing.buffer_sums(found[0])
 
     def make(buffer_sums: list[list[int]]) -> Content:

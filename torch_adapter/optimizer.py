@@ -415,6 +415,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         waves.run(planned, self.inner, self.offload, synchronized=self._synchronized)
         for section in self._sections:
             section.reducer.drop_full()
+        self._note_written()
+
+    def _gather(self) -> None:
+        """Publish shards that have been written from outside."""
+        for section in self._sections:
+            for handle in section.gather_start(section.buckets):
+                handle.wait()
+        self._note_written()
+
+    def _note_written(self) -> None:
         # Written behind autograd's back: a graph that has saved the old values must not be used.
         with torch._C.DisableTorchFunctionSubclass():
             torch.autograd.graph.increment_version([p for s in self._sections for p in s.params])
