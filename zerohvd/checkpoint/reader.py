@@ -1,0 +1,353 @@
+"""Reading a checkpoint: each rank the byte ranges it needs, checked before anything is used."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from zerohvd.checkpoint import format as fmt
+from zerohvd.checkpoint import tree
+from zerohvd.checkpoint.entries import Want
+from zerohvd.checkpoint.errors import CorruptCheckpointError, cannot
+from zerohvd.checkpoint.manifest import Manifest, Part, ShardFile, TensorInfo, read_manifest
+from zerohvd.layout import Span
+
+
+class Source(Protocol):
+    """Where tensors come from: a checkpoint, or a plain file of weights."""
+
+    tensors: Mapping[str, TensorInfo]
+
+    def check(self, wants: Sequence[Want], rank: int = 0, size: int = 1) -> None:
+        """Raise unless all of `wants` can be read, whole and unchanged; nothing is kept."""
+
+    def read(self, wants: Iterable[Want]) -> None:
+        """Put what was checked where it is wanted."""
+
+
+class _Transfer(NamedTuple):
+    """Bytes of a file for a want."""
+
+    file: int
+    offset: int
+    nbytes: int
+    want: int
+    at: int  # byte inside the want
+
+
+class Reader:
+    """A checkpoint on disk.
+
+    Attributes:
+        folder: Where its files lie.
+        manifest: Read and checked.
+        tensors: By key.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
+        self.tensors: Mapping[str, TensorInfo] = manifest.tensors
+
+    @classmethod
+    def open(cls, path: Path) -> Reader:
+        return cls(*read_manifest(path))
+
+    # -- checking --------------------------------------------------------------------------------
+
+    def check(self, wants: Sequence[Want], rank: int = 0, size: int = 1) -> None:
+        """As in `Source`. All ranks together look at every file, needed or not."""
+        chunks = sorted({c for want in wants for c in self._chunks(want)})
+        needed = {c.file for c in chunks}
+        for index, file in enumerate(self.manifest.files):
+            if index in needed or index % size == rank:
+                self.check_file(file)
+        for _ in self._check_chunks(chunks):
+            pass
+
+    def check_file(self, file: ShardFile) -> None:
+        """Raise unless the file is there, has its size and its header, and is of this save."""
+        path = self.folder / file.name
+        if not file.header_sum:
+            return  # a plain file: its header is all that is known about it
+        with _opened(path) as fd:
+            found = os.fstat(fd).st_size
+            head = _read(fd, path, min(file.header_bytes, found), 0)
+        if zlib.crc32(head) == int(file.header_sum, 16):
+            if found == file.nbytes:
+                return
+            what = "truncated" if found < file.nbytes else "too long"
+            raise CorruptCheckpointError(
+                f"{path} is {what}: {found} bytes, the manifest says {file.nbytes}"
+            )
+        if found < file.nbytes:
+            raise CorruptCheckpointError(
+                f"{path} is truncated: {found} bytes, the manifest says {file.nbytes}"
+            )
+        _, about = fmt.read_header(head, path, found)
+        if about.get("id", self.manifest.id) != self.manifest.id:
+            raise CorruptCheckpointError(
+                f"{path} belongs to another save ({about['id']}, the manifest's is "
+                f"{self.manifest.id}): files of two checkpoints have been mixed"
+            )
+        raise CorruptCheckpointError(f"{path} is damaged: the checksum of its header differs")
+
+    def check_all(self, each: Callable[[int], None] = lambda nbytes: None) -> Iterator[str]:
+        """What is wrong with any byte of the checkpoint, problem by problem.
+
+        Args:
+            each: Told how many bytes have been checked since it was last called.
+        """
+        whole: dict[int, bool] = {}
+        for index, file in enumerate(self.manifest.files):
+            try:
+                self.check_file(file)
+                whole[index] = True
+            except Exception as error:
+                whole[index] = False
+                yield str(error)
+        chunks = sorted(
+            chunk
+            for tensor in self.tensors.values()
+            for chunk in self._chunks(Want(tensor.key, Span(0, tensor.numel), memoryview(b"")))
+        )
+        yield from self._check_chunks([c for c in chunks if whole[c.file]], each, go_on=True)
+
+    def _chunks(self, want: Want) -> Iterator[_Chunk]:
+        """The checked chunks that cover a want."""
+        tensor = self.tensors[want.key]
+        width = tensor.itemsize
+        for part, common in tensor.overlapping(want.span):
+            if not part.sums:
+                continue
+            begin, end = ((edge - part.start) * width for edge in common)
+            total = (part.stop - part.start) * width
+            for i in range(begin // fmt.CHUNK_BYTES, -(-end // fmt.CHUNK_BYTES)):
+                start = i * fmt.CHUNK_BYTES
+                length = min(fmt.CHUNK_BYTES, total - start)
+                yield _Chunk(part.file, part.offset + start, length, part.sum_of(i), tensor.key)
+
+    def _check_chunks(
+        self,
+        chunks: Sequence[_Chunk],
+        each: Callable[[int], None] = lambda nbytes: None,
+        *,
+        go_on: bool = False,
+    ) -> Iterator[str]:
+        buffer = memoryview(bytearray(fmt.CHUNK_BYTES))
+        with _Files(self.folder, self.manifest.files) as files:
+            for chunk in chunks:
+                fd, path = files.at(chunk.file)
+                block = buffer[: chunk.nbytes]
+                _read_into(fd, path, block, chunk.offset)
+                if zlib.crc32(block) != chunk.sum:
+                    problem = (
+                        f"{path} is damaged in {chunk.key!r}: the checksum of bytes "
+                        f"{chunk.offset} to {chunk.offset + chunk.nbytes} differs"
+                    )
+                    if not go_on:
+                        raise CorruptCheckpointError(problem)
+                    yield problem
+                each(chunk.nbytes)
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def read(self, wants: Iterable[Want]) -> None:
+        wanted = list(wants)
+        buffer = memoryview(bytearray(0))
+        with _Files(self.folder, self.manifest.files) as files:
+            for t in sorted(t for i, w in enumerate(wanted) for t in self._transfers(i, w)):
+                fd, path = files.at(t.file)
+                want = wanted[t.want]
+                if not callable(want.into):
+                    _read_into(fd, path, want.into[t.at : t.at + t.nbytes], t.offset)
+                    continue
+                if not len(buffer):
+                    buffer = memoryview(bytearray(fmt.CHUNK_BYTES))
+                width = self.tensors[want.key].itemsize
+                for start in range(0, t.nbytes, fmt.CHUNK_BYTES):
+                    block = buffer[: min(fmt.CHUNK_BYTES, t.nbytes - start)]
+                    _read_into(fd, path, block, t.offset + start)
+                    want.into((t.at + start) // width, block)
+
+    def _transfers(self, index: int, want: Want) -> Iterator[_Transfer]:
+        tensor = self.tensors[want.key]
+        width = tensor.itemsize
+        if not callable(want.into) and len(want.into) != want.span.length * width:
+            raise ValueError(
+                f"{want.key!r}: {want.span.length} elements of {tensor.dtype} do not fit into "
+                f"{len(want.into)} bytes"
+            )
+        for part, common in tensor.overlapping(want.span):
+            offset = part.offset + (common.start - part.start) * width
+            at = (common.start - want.span.start) * width
+            yield _Transfer(part.file, offset, common.length * width, index, at)
+
+    def array(self, key: str) -> tuple[TensorInfo, np.ndarray[Any, np.dtype[np.uint8]]]:
+        """A small tensor, checked: what it is, and its bytes."""
+        tensor = self.tensors[key]
+        data = np.empty(tensor.nbytes, np.uint8)
+        want = Want(key, Span(0, tensor.numel), data.data)
+        for _ in self._check_chunks(sorted(self._chunks(want))):
+            pass
+        self.read([want])
+        return tensor, data
+
+    def decode(
+        self,
+        value: Any,
+        kind: str,
+        make: Callable[[TensorInfo, np.ndarray[Any, Any]], Any] | None = None,
+    ) -> Any:
+        """A value that `tree` has encoded, its arrays stored under `kind`.
+
+        Args:
+            value: From the manifest.
+            kind: Of the tensors.
+            make: Makes the arrays of a framework from their bytes.
+        """
+
+        def fetch(name: str, of: str) -> Any:
+            tensor, data = self.array(f"{kind}/{name}")
+            if of == "numpy" or make is None:
+                if tensor.dtype == "bfloat16":
+                    return data.view(np.uint16).reshape(tensor.shape)
+                return data.view(np.dtype(tensor.dtype)).reshape(tensor.shape)
+            return make(tensor, data)
+
+        return tree.decode(value, fetch)
+
+
+class _Chunk(NamedTuple):
+    file: int
+    offset: int
+    nbytes: int
+    sum: int
+    key: str
+
+
+def open_safetensors(path: Path) -> Reader:
+    """A plain safetensors file as if it were a checkpoint of nothing but parameters."""
+    with _opened(path) as fd:
+        nbytes = os.fstat(fd).st_size
+        length = fmt.header_length(_read(fd, path, min(8, nbytes), 0), path, nbytes)
+        tensors, _ = fmt.read_header(_read(fd, path, 8 + length, 0), path, nbytes)
+    found = {}
+    for name, stored in tensors.items():
+        if stored.dtype not in fmt.DTYPE_OF:
+            raise CorruptCheckpointError(f"{path}: {name!r} has the unknown dtype {stored.dtype!r}")
+        numel = math.prod(stored.shape)
+        dtype = fmt.DTYPE_OF[stored.dtype]
+        if stored.stop - stored.start != numel * fmt.itemsize(dtype):
+            raise CorruptCheckpointError(f"{path}: {name!r} has not the size of its shape")
+        part = Part(0, numel, 0, stored.start, "")
+        key = f"param/{name}"
+        found[key] = TensorInfo(key, dtype, stored.shape, (part,))
+    file = ShardFile(path.name, 0, nbytes, 8 + length, "")
+    return Reader(path.parent, plain_manifest([file], found))
+
+
+def plain_manifest(files: Sequence[ShardFile], tensors: Mapping[str, TensorInfo]) -> Manifest:
+    """That of a file which says nothing but tensors."""
+    return Manifest("", "", 1, None, "", "", {}, tuple(files), tensors, {}, None, ())
+
+
+@dataclasses.dataclass
+class ArraySource:
+    """Tensors that something else reads: a file of a framework's own.
+
+    Attributes:
+        tensors: By key.
+        fetch: The bytes of a range of a tensor, C-contiguous.
+    """
+
+    tensors: Mapping[str, TensorInfo]
+    fetch: Callable[[TensorInfo, Span], np.ndarray[Any, Any]]
+    manifest: Manifest = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.manifest = plain_manifest([], self.tensors)
+
+    def check(self, wants: Sequence[Want], rank: int = 0, size: int = 1) -> None:
+        """Nothing is known about the bytes; whether they are there has been seen on opening."""
+
+    def read(self, wants: Iterable[Want]) -> None:
+        for want in wants:
+            tensor = self.tensors[want.key]
+            step = max(1, fmt.CHUNK_BYTES // tensor.itemsize)
+            for start in range(want.span.start, want.span.stop, step):
+                span = Span(start, min(want.span.stop, start + step))
+                data = self.fetch(tensor, span).reshape(-1).view(np.uint8).data
+                at = start - want.span.start
+                if callable(want.into):
+                    want.into(at, data)
+                else:
+                    begin = at * tensor.itemsize
+                    want.into[begin : begin + len(data)] = data
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """A file descriptor for reading, with the path in its errors."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise CorruptCheckpointError(f"{path} is missing") from None
+    except OSError as error:
+        raise cannot("read", path, error) from error
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+class _Files:
+    """The shards, one open at a time."""
+
+    def __init__(self, folder: Path, files: Sequence[ShardFile]) -> None:
+        self._folder, self._files = folder, files
+        self._stack = contextlib.ExitStack()
+        self._open = (-1, -1)  # index, descriptor
+
+    def at(self, index: int) -> tuple[int, Path]:
+        path = self._folder / self._files[index].name
+        if self._open[0] != index:
+            self._stack.close()
+            self._open = (index, self._stack.enter_context(_opened(path)))
+        return self._open[1], path
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._stack.close()
+
+
+def _read(fd: int, path: Path, nbytes: int, offset: int) -> bytes:
+    data = bytearray(nbytes)
+    _read_into(fd, path, memoryview(data), offset)
+    return bytes(data)
+
+
+def _read_into(fd: int, path: Path, into: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(into):
+        try:
+            count = os.preadv(fd, [into[done:]], offset + done)
+        except OSError as error:
+            raise cannot("read", path, error) from error
+        if count == 0:
+            raise CorruptCheckpointError(
+                f"{path} is truncated: byte {offset + done} is behind its end"
+            )
+        done += count

@@ -1,0 +1,301 @@
+"""Writing a checkpoint: shards by all ranks, then the manifest, then one rename.
+
+Until that rename the folder is called `<name>.partial-<id>`, and a checkpoint of the same name
+stays where it is. A process may be killed at any moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import datetime
+import json
+import os
+import secrets
+import shutil
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from zerohvd._version import __version__
+from zerohvd.checkpoint import format as fmt
+from zerohvd.checkpoint.entries import Content, Entry
+from zerohvd.checkpoint.errors import CheckpointError, cannot, together
+from zerohvd.checkpoint.manifest import (
+    Manifest,
+    Part,
+    ShardFile,
+    is_complete,
+    leftovers,
+    put_together,
+)
+from zerohvd.collectives import Collectives
+
+# The disk is told to start on what was written after so many bytes, while more is being prepared.
+_FLUSH_BYTES = 16 << 20
+# How long the first rank waits for the files of others to show up, on file systems that take
+# their time to show one machine what another has written.
+_VISIBLE_SECONDS = 30.0
+
+
+def save(path: Path, collectives: Collectives, make: Callable[[], Content]) -> None:
+    """Store a checkpoint; all ranks must call it. Returns when it is complete and durable.
+
+    Args:
+        path: The folder to make. A checkpoint that is there is replaced once the new one stands.
+        collectives: Joins the ranks that write.
+        make: What this rank stores; its errors, too, are raised on all ranks.
+    """
+    draft, content = begin(path, collectives, make)
+    try:
+        together(collectives, "write", lambda: draft.write(content))
+        together(collectives, "publish", draft.publish)
+    except Exception:
+        draft.discard()
+        raise
+
+
+def begin(
+    path: Path, collectives: Collectives, make: Callable[[], Content]
+) -> tuple[Draft, Content]:
+    """Agree on a new checkpoint, before anything is written into it."""
+
+    made: list[Content] = []
+
+    own: list[str] = []
+
+    def act() -> str | None:
+        made.append(make())
+        own.extend([_make_folder(path)] if collectives.rank == 0 else [])
+        return own[0] if own else None
+
+    try:
+        _, ids = together(collectives, "begin", act)
+    except Exception:
+        for save_id in own:  # this rank was ready, but another was not
+            fmt.partial_path(path, save_id).rmdir()
+        raise
+    return Draft(path, ids[0], collectives.rank, collectives.size), made[0]
+
+
+def _make_folder(path: Path) -> str:
+    if path.exists() and not is_complete(path) and (not path.is_dir() or any(path.iterdir())):
+        raise CheckpointError(
+            f"{path} exists and is not a checkpoint: it will not be overwritten. "
+            "Choose another name, or remove it"
+        )
+    save_id = secrets.token_hex(8)
+    folder = fmt.partial_path(path, save_id)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise cannot("make", folder, error) from error
+    return save_id
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """A checkpoint that is being written."""
+
+    path: Path
+    id: str
+    rank: int
+    size: int
+
+    @property
+    def folder(self) -> Path:
+        return fmt.partial_path(self.path, self.id)
+
+    def _fragment(self, rank: int) -> Path:
+        """What a rank says about its shard; the manifest is made of these."""
+        return (self.folder / fmt.shard_name(rank, self.size)).with_suffix(".json")
+
+    def write(self, content: Content) -> None:
+        """Write this rank's shard, to the disk itself."""
+        shard = self.folder / fmt.shard_name(self.rank, self.size)
+        try:
+            file, parts = write_shard(shard, content.entries, self.id, self.rank)
+            fragment = {
+                "file": file,
+                "parts": parts,
+                "values": content.values,
+                "rank_state": content.rank_state,
+            }
+            if self.rank == 0:
+                fragment["head"] = [
+                    content.framework, content.step, dict(content.config), content.state,
+                ]  # fmt: skip
+            _write_durably(self._fragment(self.rank), json.dumps(fragment).encode())
+        except OSError as error:
+            raise cannot("write", shard, error) from error
+
+    def publish(self, stop: Callable[[], bool] = lambda: False) -> None:
+        """Make the shards of all ranks a checkpoint; does nothing but on rank 0.
+
+        Args:
+            stop: Asked while the files of other ranks are waited for; true gives up.
+        """
+        if self.rank != 0:
+            return
+        fragments = [self._read_fragment(rank, stop) for rank in range(self.size)]
+        manifest = self._manifest(fragments)
+        try:
+            for rank in range(self.size):
+                self._fragment(rank).unlink()
+            _write_durably(self.folder / fmt.MANIFEST, manifest.to_bytes())
+            _sync_folder(self.folder)
+            self._move_in()
+        except OSError as error:
+            raise cannot("finish", self.path, error) from error
+
+    def _read_fragment(self, rank: int, stop: Callable[[], bool]) -> dict[str, Any]:
+        file = self._fragment(rank)
+        deadline = time.monotonic() + _VISIBLE_SECONDS
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                fragment: dict[str, Any] = json.loads(file.read_bytes())
+                return fragment
+            if stop() or time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"rank 0 does not see {file}, which rank {rank} has written: the path of a "
+                    "checkpoint must lie on a file system that all ranks share"
+                )
+            time.sleep(0.02)
+
+    def _manifest(self, fragments: Sequence[dict[str, Any]]) -> Manifest:
+        framework, step, config, state = fragments[0]["head"]
+        found = (
+            (key, dtype, shape, Part(start, stop, rank, offset, sums))
+            for rank, fragment in enumerate(fragments)
+            for key, dtype, shape, start, stop, offset, sums in fragment["parts"]
+        )
+        values: dict[str, Any] = {}
+        for fragment in fragments:
+            values.update(fragment["values"])
+        return Manifest(
+            id=self.id,
+            framework=framework,
+            size=self.size,
+            step=step,
+            created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            writer=f"zerohvd {__version__}",
+            config=config,
+            files=tuple(ShardFile(*f["file"]) for f in fragments),
+            tensors=put_together(found),
+            values=values,
+            state=state,
+            rank_states=tuple(f["rank_state"] for f in fragments),
+        )
+
+    def _move_in(self) -> None:
+        """From here on it is the checkpoint `path`; the old one is loadable until then."""
+        old = fmt.replaced_path(self.path, self.id)
+        if is_complete(self.path):
+            os.rename(self.path, old)
+        os.rename(self.folder, self.path)
+        _sync_folder(self.path.parent)
+        for what in ("replaced", "partial"):
+            for left in leftovers(self.path, what):
+                shutil.rmtree(left, ignore_errors=True)
+
+    def discard(self) -> None:
+        """Remove what has been written; the folder's name says that it is unfinished anyway."""
+        if self.rank == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def write_shard(
+    path: Path, entries: Sequence[Entry], save_id: str, rank: int
+) -> tuple[ShardFile, list[list[Any]]]:
+    """Write `entries` as a safetensors file, straight from their memory.
+
+    Returns:
+        The file, and per entry [key, dtype, shape, start, stop, offset, sums].
+    """
+    # Wide elements first: all are then aligned to their own size.
+    ordered = sorted(entries, key=lambda e: -fmt.itemsize(e.dtype))
+    head = fmt.header(
+        [
+            (f"{e.key}[{e.span.start}:{e.span.stop}]", e.dtype, [e.span.length])
+            for e in ordered
+        ],
+        {"format": fmt.FORMAT, "version": str(fmt.VERSION), "id": save_id, "rank": str(rank)},
+    )
+    parts: list[list[Any]] = []
+    with _Sink(path) as sink:
+        sink.write(memoryview(head))
+        for e in ordered:
+            offset, sums = sink.at, sink.write(e.read())
+            parts.append([e.key, e.dtype, list(e.shape), *e.span, offset, sums])
+        total = sink.at
+    return ShardFile(path.name, rank, total, len(head), f"{zlib.crc32(head):08x}"), parts
+
+
+class _Sink:
+    """A new file, written front to back, on the disk itself when it is closed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.at, self._flushed = path, 0, 0
+
+    def __enter__(self) -> _Sink:
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        return self
+
+    def __exit__(self, failed: Any, *_: Any) -> None:
+        try:
+            if failed is None:
+                os.fsync(self._fd)
+        finally:
+            os.close(self._fd)
+
+    def write(self, data: memoryview) -> str:
+        """Append; returns the checksums of the chunks."""
+        sums = []
+        for chunk in _chunks(data):
+            rest = chunk
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+            # Now, while the chunk is in the processor's cache.
+            sums.append(f"{zlib.crc32(chunk):08x}")
+            self.at += len(chunk)
+            if self.at - self._flushed >= _FLUSH_BYTES:
+                _start_flush(self._fd, self._flushed, self.at - self._flushed)
+                self._flushed = self.at
+        return "".join(sums)
+
+
+def _chunks(data: memoryview) -> Iterator[memoryview]:
+    for start in range(0, len(data), fmt.CHUNK_BYTES):
+        yield data[start : start + fmt.CHUNK_BYTES]
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_SYNC_FILE_RANGE_WRITE = 2
+
+
+def _start_flush(fd: int, start: int, length: int) -> None:
+    """Let the disk begin; the system would wait until fsync. Only a hint: errors show there."""
+    if hasattr(_libc, "sync_file_range"):
+        begin, count = ctypes.c_int64(start), ctypes.c_int64(length)
+        _libc.sync_file_range(fd, begin, count, _SYNC_FILE_RANGE_WRITE)
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    """All of it under its name, or nothing."""
+    draft = path.with_name(f"{path.name}.tmp")
+    with draft.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(draft, path)
+
+
+def _sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
