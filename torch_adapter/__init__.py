@@ -19,12 +19,14 @@ from zerohvd.versions import require_torch
 require_torch()
 allow_single_process(os.environ)
 
+from zerohvd.checkpoint import CheckpointError, CorruptCheckpointError  # noqa: E402
 from zerohvd.errors import (  # noqa: E402
     DisagreementError,
     NonFiniteError,
     ShardedStateError,
     ZeroError,
 )
+from zerohvd.torch.checkpoint import load, save  # noqa: E402
 from zerohvd.torch.compression import Compression  # noqa: E402
 from zerohvd.torch.data import DistributedSampler, even_steps  # noqa: E402
 from zerohvd.torch.distributed import DistributedOptimizer  # noqa: E402
@@ -34,7 +36,9 @@ from zerohvd.torch.weighting import weight  # noqa: E402
 from zerohvd.torch.zeroify import zeroify  # noqa: E402
 
 __all__ = [
+    "CheckpointError",
     "Compression",
+    "CorruptCheckpointError",
     "DisagreementError",
     "DistributedOptimizer",
     "DistributedSampler",
@@ -44,7 +48,9 @@ __all__ = [
     "ZeroOptimizer",
     "communication_report",
     "even_steps",
+    "load",
     "memory_report",
+    "save",
     "weight",
     "zeroify",
 ]

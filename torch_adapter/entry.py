@@ -10,8 +10,9 @@ import torch
 from zerohvd.errors import DisagreementError
 from zerohvd.torch.collectives import Handle, LocalCollectives, TorchCollectives
 
-STEP, STATE, GROUP = 1, 2, 3
+STEP, STATE, GROUP, SAVE, LOAD = 1, 2, 3, 4, 5
 _DOINGS = {STEP: "backward() or step()", STATE: "state_dict()", GROUP: "add_param_group()"}
+_DOINGS |= {SAVE: "zero.save()", LOAD: "zero.load()"}
 
 
 class Entry:
@@ -38,7 +39,7 @@ class Entry:
         """Tell the others; does not wait for them.
 
         Args:
-            doing: STEP, STATE or GROUP.
+            doing: STEP, STATE, GROUP, SAVE or LOAD.
             params: The model's parameters; which of them are frozen is compared.
             weighted: Whether this rank gave a weight for the step.
             passes: Backward passes per step.

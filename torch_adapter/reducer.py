@@ -180,6 +180,21 @@ class GradReducer:
             source = source.to(wire)
         return source if before == 1.0 else source.mul_(before)
 
+    def has_sum(self, b: int) -> bool:
+        """Whether the shard of a bucket holds gradients of the step under way."""
+        return self._fresh[b] and self.shards[b] is not None
+
+    def new_sum(self, b: int) -> torch.Tensor:
+        """Memory for the reduced gradients of a bucket, all zero."""
+        like = self._params[self._layout.buckets[b].slots[0].param]
+        length, dtype = self._lengths[b][self._rank], self._shard_dtypes[b]
+        return torch.zeros(length, dtype=dtype, device=like.device)
+
+    def put_sum(self, b: int, shard: torch.Tensor) -> None:
+        """Begin the step with these reduced gradients: later ones add to them."""
+        self.shards[b] = shard
+        self._fresh[b] = True
+
     def gradients(self) -> list[torch.Tensor]:
         """Every tensor held here that holds gradients."""
         held = [*self.shards, *self._flats, *(p.sent for p in self._pending)]

@@ -35,6 +35,7 @@ class Rounds:
         return len(self._sections) - 1
 
     def begin_step(self) -> None:
+        self.local = False  # passes under no_sync() have left gradients with the parameters
         self.weight: float | None = None
         self._patience = PATIENCE
         self._done = 0
@@ -72,6 +73,7 @@ class Rounds:
 
     def accumulated(self, number: int, index: int) -> None:
         """A pass under no_sync() has added to the gradient: it must not be under way already."""
+        self.local = True
         if self._stage < 2:
             gone = self._counts.get((number, index), 0) >= self.passes
         else:
@@ -94,6 +96,35 @@ class Rounds:
         """Send all that is left of the step."""
         for _ in range(self._done, self.passes if self._stage >= 2 else 1):
             self._finish_round()
+
+    # -- between two passes ------------------------------------------------------------------------
+
+    def done(self) -> int:
+        """How many backward passes of this step have been counted."""
+        return self._done if self._stage >= 2 else max(self._counts.values(), default=0)
+
+    def more_to_come(self) -> bool:
+        """Whether another backward pass belongs to this step."""
+        under_way = self._stage >= 2 and any(s.schedule.started for s in self._sections)
+        return self.done() + under_way < self.passes
+
+    def pause(self) -> None:
+        """Finish the pass, and wait for what is under way; all ranks must come here."""
+        if self._stage < 2:
+            return  # nothing leaves before the last pass
+        if any(section.schedule.started for section in self._sections):
+            self._finish_round()
+        for section in self._sections:
+            section.reducer.finish()
+
+    def resume(self, done: int, arrived: list[set[int]]) -> None:
+        """Go on in a step of which `done` passes lie behind; `arrived` as in the reducers."""
+        self._done = done if self._stage >= 2 else 0
+        for number, indices in enumerate(arrived):
+            self._sections[number].reducer.arrived = set(indices)
+            if self._stage < 2:
+                members = range(len(self._sections[number].params))
+                self._counts.update({(number, index): done for index in members})
 
     def _finish_round(self) -> None:
         for section, ready in zip(self._sections, self._ready, strict=True):

@@ -205,7 +205,7 @@ def test_a_damaged_optimizer_state_does_not_keep_anyone_from_the_weights(sound, 
     data[part.offset] ^= 1
     file.write_bytes(data)
     reader.array("param/up.weight")
-    with pytest.raises(CorruptCheckpointError, match="damaged in .exp_avg/up"):
+    with pytest.raises(CorruptCheckpointError, match="damaged in 'exp_avg"):
         reader.array("exp_avg/up.weight")
     assert len(list(reader.check_all())) == 1
 

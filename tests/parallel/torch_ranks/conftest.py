@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import shutil
+import tempfile
+from pathlib import Path
+
 import horovod.torch as hvd
 import pytest
 import torch
@@ -16,3 +20,14 @@ def start_together():
     weighting.clear()
     hvd.barrier()
     yield
+
+
+@pytest.fixture
+def shared_folder():
+    """A new folder that all ranks see."""
+    made = tempfile.mkdtemp() if hvd.rank() == 0 else None
+    path = Path(hvd.broadcast_object(made, root_rank=0, name="folder"))
+    yield path
+    hvd.barrier()
+    if hvd.rank() == 0:
+        shutil.rmtree(path)

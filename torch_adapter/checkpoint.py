@@ -1,0 +1,285 @@
+"""zero.save and zero.load: checkpoints that any number of ranks, stage and layout can resume."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerohvd.checkpoint import ArraySource, Content, Reader, open_safetensors, together
+from zerohvd.checkpoint import save as save_content
+from zerohvd.torch import accumulation, rng, storing
+from zerohvd.torch.collectives import LocalCollectives, TorchCollectives, join
+from zerohvd.torch.entry import LOAD, SAVE
+from zerohvd.torch.holdings import Holdings, owner_of
+from zerohvd.torch.optimizer import ZeroOptimizer
+from zerohvd.torch.plain_files import TORCH_SUFFIXES, open_torch_file
+from zerohvd.torch.restoring import Plan
+from zerohvd.torch.tensors import from_array
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: torch.nn.Module,
+    opt: ZeroOptimizer | None = None,
+    extra: Any = None,
+    *,
+    scheduler: Any = None,
+    scaler: Any = None,
+    step: int | None = None,
+) -> None:
+    """Store a checkpoint in the folder `path`; all ranks must call it.
+
+    Every rank writes what it holds, and `path` appears when all of it is on disk. What was there
+    before stays loadable until then. The random number generators of all ranks are stored too.
+
+    Args:
+        path: The folder to make. A checkpoint of the same name is replaced.
+        model: The model: parameters, buffers, extra state.
+        opt: Its sharded optimizer; without it, only the model is stored.
+        extra: Anything made of numbers, strings, arrays, tensors, lists and dicts, such as an
+            epoch, or what a sampler's state_dict() returns; that of rank 0 is stored.
+        scheduler: A learning rate scheduler, or several in a list.
+        scaler: A GradScaler.
+        step: Of the training, for the manifest; default: `extra["step"]`, or the optimizer's.
+    """
+    ranks, make = prepare_save(
+        model, opt, extra, scheduler=scheduler, scaler=scaler, step=step
+    )
+    save_content(Path(path), ranks, make)
+
+
+def prepare_save(
+    model: torch.nn.Module,
+    opt: ZeroOptimizer | None,
+    extra: Any,
+    *,
+    scheduler: Any = None,
+    scaler: Any = None,
+    step: int | None = None,
+) -> tuple[TorchCollectives | LocalCollectives, Callable[[], Content]]:
+    """Bring the ranks together; returns what gives this rank's part of the checkpoint."""
+    owner = _check_arguments("zero.save", model, opt)
+    ranks = _meet(owner, SAVE)
+    held = Holdings(model, owner)
+
+    def sums() -> list[int]:
+        for section in held.sections:
+            section.refresh_masters()
+        return storing.buffer_sums(held)
+
+    _, buffer_sums = together(ranks, "buffers", sums)
+
+    def make() -> Content:
+        shared = {
+            "extra": extra,
+            "schedulers": [s.state_dict() for s in _several(scheduler)],
+            "scaler": None if scaler is None else scaler.state_dict(),
+        }
+        counted = storing.training_step(opt, extra, step)
+        return storing.content(
+            held, opt, shared=shared, step=counted, buffer_sums=buffer_sums, rank=ranks.rank
+        )
+
+    return ranks, make
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: torch.nn.Module,
+    opt: ZeroOptimizer | None = None,
+    *,
+    scheduler: Any = None,
+    scaler: Any = None,
+    strict: bool = True,
+    restore_rng: bool = True,
+) -> Any:
+    """Load a checkpoint; all ranks must call it. Returns what `extra` was when it was saved.
+
+    The number of ranks, the stage, the partition and the bucket size may be others than those it
+    was saved with. Every rank reads what it needs. If anything is wrong with the checkpoint, all
+    ranks raise the same error and nothing has been loaded.
+
+    Args:
+        path: A checkpoint; or plain weights: a .safetensors file, or a state_dict in a .pt, .pth
+            or .bin file. These have no optimizer state: it stays as it is.
+        model: The model.
+        opt: Its sharded optimizer; without it, only the model is loaded.
+        scheduler: As given to `save`; a list of the same length.
+        scaler: As given to `save`.
+        strict: Whether the names in checkpoint and model must be the same.
+        restore_rng: Set the random number generators, if the number of ranks is that of the save.
+    """
+    owner = _check_arguments("zero.load", model, opt)
+    ranks = _meet(owner, LOAD)
+    held = Holdings(model, owner)
+    loading: list[_Loading] = []
+
+    def check() -> str:
+        found = _Loading(Path(path), held, opt, ranks)
+        found.plan(strict, scheduler, scaler)
+        found.source.check(found.wants, ranks.rank, ranks.size)
+        loading.append(found)
+        return found.id
+
+    _, ids = together(ranks, "check", check)
+    together(ranks, "same", lambda: _check_same(ids, path))
+    return loading[0].apply(scheduler, scaler, restore_rng=restore_rng)
+
+
+def open_source(path: Path) -> tuple[Reader | ArraySource, bool]:
+    """What is at `path`, and whether it is a checkpoint (or plain weights)."""
+    if path.is_dir() or not path.exists():
+        return Reader.open(path), True
+    if path.suffix == ".safetensors":
+        return open_safetensors(path), False
+    if path.suffix in TORCH_SUFFIXES:
+        return open_torch_file(path), False
+    raise ValueError(
+        f"{path} is neither a checkpoint's folder nor a file of weights: .safetensors, "
+        f"{', '.join(TORCH_SUFFIXES)}"
+    )
+
+
+class _Loading:
+    """One call of `load`, on one rank."""
+
+    def __init__(
+        self,
+        path: Path,
+        held: Holdings,
+        opt: ZeroOptimizer | None,
+        ranks: TorchCollectives | LocalCollectives,
+    ) -> None:
+        self.source, self.complete = open_source(path)
+        self._held, self._opt, self._ranks = held, opt, ranks
+        self.manifest = self.source.manifest
+        self.id = self.manifest.id
+        self._resumption: accumulation.Resumption | None = None
+        self._state: dict[str, Any] = {}
+        self._own: dict[str, Any] = {}
+
+    @property
+    def wants(self) -> list[Any]:
+        more = [] if self._resumption is None else self._resumption.wants
+        return self._plan.wants + more
+
+    @property
+    def _schedulers(self) -> list[Any]:
+        return list(self._state.get("schedulers", []))
+
+    def plan(self, strict: bool, scheduler: Any, scaler: Any) -> None:
+        manifest, rank = self.manifest, self._ranks.rank
+        if self.complete:
+            if manifest.framework != "torch":
+                raise ValueError(
+                    f"the checkpoint was saved by {manifest.framework}, not by torch. "
+                    "`zerohvd checkpoint consolidate` makes plain weights of it"
+                )
+            assert isinstance(self.source, Reader)
+            decode = self.source.decode
+            self._state = decode(manifest.state, storing.SHARED, from_array)
+            if rank < len(manifest.rank_states) == self._ranks.size:
+                self._own = decode(manifest.rank_states[rank], storing.OWN, from_array)
+        self._plan = Plan(self._held, self.source.tensors, strict=strict)
+        size = manifest.size if self.complete else None
+        self._plan.weights(self._state.get("aliases", {}), rank, size)
+        self._check_others(scheduler, scaler)
+        if self._opt is not None and "groups" in self._state:
+            self._plan.optimizer(self._opt, self._state["groups"], manifest.values)
+            stored = self._state["progress"]
+            if stored is not None:
+                self._resumption = accumulation.Resumption(
+                    self._opt, self._held, stored, dict(self.source.tensors), manifest.size
+                )
+
+    def _check_others(self, scheduler: Any, scaler: Any) -> None:
+        stored = self._schedulers
+        if scheduler is not None and len(_several(scheduler)) != len(stored):
+            raise ValueError(
+                f"the checkpoint holds {len(stored)} schedulers, but {len(_several(scheduler))} "
+                "were given: pass to load() what was passed to save()"
+            )
+        if scaler is not None and self._state.get("scaler") is None:
+            raise ValueError("the checkpoint holds no scaler: save(..., scaler=scaler) stores it")
+
+    def apply(self, scheduler: Any, scaler: Any, *, restore_rng: bool) -> Any:
+        """Read everything into place; all ranks."""
+        opt = self._held.opt
+        with torch.no_grad():
+            if opt is not None:
+                _drop_gradients(opt)
+            self.source.read(self.wants)
+            for act in self._plan.after:
+                act()
+            if opt is not None:
+                opt._gather()
+                opt._loads += 1
+            else:
+                torch.autograd.graph.increment_version(list(self._held.params.values()))
+            if self._resumption is not None:
+                self._resumption.apply(self._held)
+        for path, module in self._held.modules_with_extra_state():
+            if path in self._state.get("modules", {}):
+                module.set_extra_state(self._state["modules"][path])
+        for one, stored in zip(_several(scheduler), self._schedulers, strict=False):
+            one.load_state_dict(stored)
+        if scaler is not None and self._state["scaler"]:
+            scaler.load_state_dict(self._state["scaler"])
+        if restore_rng and "rng" in self._own:
+            rng.restore(self._own["rng"])
+        return self._state.get("extra")
+
+
+def _drop_gradients(opt: ZeroOptimizer) -> None:
+    """Gradients of what the model was before mean nothing to what it is going to be."""
+    opt._end_step()
+    for section in opt._sections:
+        section.reducer.release()
+        for param in section.params:
+            param.grad = None
+
+
+def _check_arguments(
+    what: str, model: torch.nn.Module, opt: ZeroOptimizer | None
+) -> ZeroOptimizer | None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"{what}: model must be a torch.nn.Module, got {type(model).__name__}")
+    if opt is not None and not isinstance(opt, ZeroOptimizer):
+        raise TypeError(
+            f"{what}: opt must come from zero.DistributedOptimizer or zero.zeroify, got "
+            f"{type(opt).__name__}"
+        )
+    return owner_of(model) if opt is None else opt
+
+
+def _meet(opt: ZeroOptimizer | None, doing: int) -> TorchCollectives | LocalCollectives:
+    """All ranks come to the same call, with nothing under way between them."""
+    if opt is None:
+        return join()
+    opt._entry.check()  # of a step under way
+    opt._entry.open(doing, opt._params())
+    opt._entry.check()
+    together(opt.collectives, "pause", lambda: accumulation.check(opt))
+    accumulation.pause(opt)
+    units = getattr(opt, "units", None)
+    if units is not None:
+        units.settle()
+    return opt.collectives
+
+
+def _several(value: Any) -> Sequence[Any]:
+    if value is None:
+        return ()
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _check_same(ids: Sequence[str], path: Any) -> None:
+    if len(set(ids)) > 1:
+        raise ValueError(
+            f"the ranks found different checkpoints at {path}: it must lie on a file system that "
+            "all ranks share, and not be replaced while it is being loaded"
+        )

@@ -1,0 +1,267 @@
+"""From a checkpoint, or a plain file of weights, into a model and its optimizer.
+
+First everything that is wanted is planned and checked, which changes nothing; when all ranks have
+done so without complaint, it is read into place.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from zerohvd.checkpoint import TensorInfo, Want
+from zerohvd.checkpoint.tree import decode
+from zerohvd.layout import Span
+from zerohvd.torch import arrays
+from zerohvd.torch.holdings import Held, Holdings
+from zerohvd.torch.optimizer import ZeroOptimizer
+from zerohvd.torch.storing import BUFFER, MASTER, OWN, PARAM, STATE, own_buffer
+from zerohvd.torch.tensors import destination
+
+
+class Plan:
+    """What to read, and what to do with it afterwards.
+
+    Args:
+        held: Of the model.
+        tensors: What there is to read.
+        strict: Whether names must match exactly.
+    """
+
+    def __init__(
+        self, held: Holdings, tensors: Mapping[str, TensorInfo], *, strict: bool = True
+    ) -> None:
+        self.held, self.tensors, self._strict = held, tensors, strict
+        self.wants: list[Want] = []
+        self.after: list[Callable[[], None]] = []
+
+    # -- the model --------------------------------------------------------------------------------
+
+    def weights(self, aliases: Mapping[str, str], rank: int, size: int | None) -> None:
+        """Parameters and buffers.
+
+        Args:
+            aliases: Other names of tied parameters, in the checkpoint.
+            rank: This one.
+            size: Number of ranks that have saved; None: a plain file.
+        """
+        self._aliases = aliases
+        self._check_names(plain=size is None)
+        for piece in self.held.pieces:
+            self._piece(piece)
+        for name, param in self.held.wholes.items():
+            info = self._find(PARAM, name, tuple(param.shape), param.dtype)
+            if info is not None:
+                self._into(info, Span(0, param.numel()), param)
+        for name, buffer in self.held.buffers.items():
+            self._buffer(name, buffer, rank, size)
+
+    def _check_names(self, *, plain: bool) -> None:
+        kinds = (PARAM,) if plain else (PARAM, BUFFER)
+        stored = {t.name for t in self.tensors.values() if t.kind in kinds} | {*self._aliases}
+        wanted = {*self.held.params, *self.held.buffers}
+        known = wanted | {*self.held.aliases}
+        missing, unknown = sorted(wanted - stored), sorted(stored - known)
+        for alias, first in self.held.aliases.items():
+            if first in missing and alias in stored:
+                missing.remove(first)
+        if not self._strict or not (missing or unknown):
+            return
+        said = [
+            f"the {what} {len(names)} tensors that the {other} lacks (the first: {names[0]!r})"
+            for names, what, other in (
+                (missing, "model has", "checkpoint"),
+                (unknown, "checkpoint has", "model"),
+            )
+            if names
+        ]
+        raise ValueError(
+            f"{' and '.join(said)}. Load it into the model it was saved from, or pass strict=False "
+            "to load what they have in common"
+        )
+
+    def _find(
+        self, kind: str, name: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> TensorInfo | None:
+        """The stored tensor for a name of the model; the finer one if there are two."""
+        others = [a for a, first in self.held.aliases.items() if first == name]
+        for candidate in (name, *others, self._aliases.get(name, name)):
+            info = self.tensors.get(f"{kind}/{candidate}")
+            if info is None:
+                continue
+            master = self.tensors.get(f"{MASTER}/{candidate}") if kind == PARAM else None
+            if master is not None and arrays.dtype_name(dtype) != info.dtype:
+                info = master
+            if info.shape != shape:
+                raise ValueError(
+                    f"{name!r} has shape {info.shape} in the checkpoint, but {shape} in the model"
+                )
+            return info
+        return None
+
+    def _piece(self, piece: Held) -> None:
+        target = piece.values if piece.master is None else piece.master
+        info = self._find(PARAM, piece.name, piece.shape, target.dtype)
+        if info is not None:
+            self.wants.append(Want(info.key, piece.span, destination(target, info.dtype)))
+
+    def _into(self, info: TensorInfo, span: Span, tensor: torch.Tensor) -> None:
+        """A whole tensor, of whatever strides."""
+        flat = tensor.detach()
+        if flat.is_contiguous():
+            self.wants.append(Want(info.key, span, destination(flat.view(-1), info.dtype)))
+            return
+        dense = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device)
+        self.wants.append(Want(info.key, span, destination(dense.view(-1), info.dtype)))
+        self.after.append(lambda: flat.copy_(dense))
+
+    def _buffer(self, name: str, buffer: torch.Tensor, rank: int, size: int | None) -> None:
+        if size == self.held.ranks:
+            own = self.tensors.get(f"{OWN}/{own_buffer(name, rank)}")
+            if own is not None and own.shape == tuple(buffer.shape):
+                self._into(own, Span(0, buffer.numel()), buffer)
+                return
+        kind = PARAM if size is None else BUFFER
+        info = self._find(kind, name, tuple(buffer.shape), buffer.dtype)
+        if info is not None:
+            self._into(info, Span(0, buffer.numel()), buffer)
+
+    # -- the optimizer ----------------------------------------------------------------------------
+
+    def optimizer(
+        self,
+        opt: ZeroOptimizer,
+        groups: list[dict[str, Any]],
+        values: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        """The inner optimizer's state and options."""
+        self._check_groups(opt, groups)
+        keys = _keys_by_name(self.tensors)
+        state: dict[Any, dict[str, Any]] = {}
+        for piece in self.held.pieces:
+            if piece.piece is None or (piece.name not in keys and piece.name not in values):
+                continue
+            new: dict[str, Any] = {}
+            for key in keys.get(piece.name, ()):
+                new[key] = self._state(opt, piece, key)
+            new.update(_decode_values(values.get(piece.name, {}), opt, piece.piece))
+            state[piece.piece] = new
+        frozen = self._frozen(opt, keys, values)
+        self.after.append(lambda: _put_state(opt, state, frozen, groups))
+
+    def _check_groups(self, opt: ZeroOptimizer, groups: list[dict[str, Any]]) -> None:
+        if len(groups) != len(opt._groups_of):
+            raise ValueError(
+                f"the checkpoint has {len(groups)} parameter groups, this optimizer "
+                f"{len(opt._groups_of)}: make it with the same groups"
+            )
+        for number, (stored, members) in enumerate(zip(groups, opt._groups_of, strict=True)):
+            names = {self.held.names[p] for p in members}
+            differing = sorted(names ^ {self._name(n) for n in stored["params"]})
+            if differing and self._strict:
+                raise ValueError(
+                    f"parameter group {number} has other members in the checkpoint than here; "
+                    f"{differing[0]!r} is in one of them only"
+                )
+
+    def _name(self, stored: str) -> str:
+        return self.held.aliases.get(stored, stored)
+
+    def _state(self, opt: ZeroOptimizer, piece: Held, key: str) -> torch.Tensor:
+        """Memory for a piece's state: what is there already where it fits."""
+        assert piece.piece is not None
+        info = self.tensors[f"{STATE}{key}/{piece.name}"]
+        elementwise = info.shape == piece.shape
+        if not elementwise and not piece.whole:
+            raise ValueError(
+                f"the state {key!r} of {piece.name!r} has shape {info.shape} in the checkpoint, "
+                f"the parameter {piece.shape}: load it into an optimizer with "
+                'partition="parameter"'
+            )
+        shape = piece.piece.shape if elementwise else info.shape
+        dtype = self._state_dtype(info, key, piece)
+        present = opt.inner.state.get(piece.piece, {}).get(key)
+        fits = (
+            isinstance(present, torch.Tensor)
+            and (tuple(present.shape), present.dtype) == (tuple(shape), dtype)
+            and present.is_contiguous()
+        )
+        value = present if fits else torch.empty(shape, dtype=dtype, device=piece.piece.device)
+        span = piece.span if elementwise else Span(0, info.numel)
+        self.wants.append(Want(info.key, span, destination(value.view(-1), info.dtype)))
+        return value
+
+    def _state_dtype(self, info: TensorInfo, key: str, piece: Held) -> torch.dtype:
+        """As stored, unless the optimizer updates another dtype now than it did then."""
+        assert piece.piece is not None
+        dtype = arrays.dtype_of(info.dtype)
+        param = self.tensors.get(f"{PARAM}/{piece.name}")
+        updated = self.tensors.get(f"{MASTER}/{piece.name}", param)
+        same = updated is not None and updated.dtype == arrays.dtype_name(piece.piece)
+        if same or key == "step" or not dtype.is_floating_point:
+            return dtype
+        return piece.piece.dtype
+
+    def _frozen(
+        self,
+        opt: ZeroOptimizer,
+        keys: Mapping[str, Iterable[str]],
+        values: Mapping[str, Mapping[str, Any]],
+    ) -> dict[torch.nn.Parameter, dict[str, Any]]:
+        """The state of parameters of the optimizer that are not sharded here: frozen ones."""
+        sharded = {p for section in opt._sections for p in section.params}
+        found: dict[torch.nn.Parameter, dict[str, Any]] = {}
+        for param in opt._params():
+            name = self.held.names[param]
+            if param in sharded or (name not in keys and name not in values):
+                continue
+            new = {}
+            for key in keys.get(name, ()):
+                info = self.tensors[f"{STATE}{key}/{name}"]
+                new[key] = torch.empty(info.shape, dtype=arrays.dtype_of(info.dtype))
+                into = destination(new[key].view(-1), info.dtype)
+                self.wants.append(Want(info.key, Span(0, info.numel), into))
+            new.update(_decode_values(values.get(name, {}), opt, param))
+            found[param] = new
+        return found
+
+
+def _keys_by_name(tensors: Mapping[str, TensorInfo]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for info in tensors.values():
+        if info.kind.startswith(STATE):
+            found.setdefault(info.name, []).append(info.kind.removeprefix(STATE))
+    return found
+
+
+def _decode_values(
+    stored: Mapping[str, Any], opt: ZeroOptimizer, param: torch.Tensor
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, (dtype, encoded) in stored.items():
+        value = decode(encoded, lambda name, of: None)
+        if dtype:
+            value = torch.tensor(value, dtype=arrays.dtype_of(dtype))
+            if any(g.get("capturable") or g.get("fused") for g in opt.inner.param_groups):
+                value = value.to(param.device)
+        found[key] = value
+    return found
+
+
+def _put_state(
+    opt: ZeroOptimizer,
+    state: dict[Any, dict[str, Any]],
+    frozen: dict[torch.nn.Parameter, dict[str, Any]],
+    groups: list[dict[str, Any]],
+) -> None:
+    opt.inner.state.clear()
+    opt.inner.state.update(state)
+    opt._unsharded.clear()
+    opt._unsharded.update(frozen)
+    for held, loaded in zip(opt.inner.param_groups, groups, strict=True):
+        held.update(copy.deepcopy(loaded["options"]))
+    # What torch does after loading: states of older versions become those of this one.
+    opt.inner.__setstate__({"state": opt.inner.state, "param_groups": opt.inner.param_groups})
