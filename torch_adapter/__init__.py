@@ -30,6 +30,7 @@ from zerohvd.torch.checkpoint import load, save  # noqa: E402
 from zerohvd.torch.compression import Compression  # noqa: E402
 from zerohvd.torch.data import DistributedSampler, even_steps  # noqa: E402
 from zerohvd.torch.distributed import DistributedOptimizer  # noqa: E402
+from zerohvd.torch.manager import CheckpointManager  # noqa: E402
 from zerohvd.torch.optimizer import ZeroOptimizer  # noqa: E402
 from zerohvd.torch.report import communication_report, memory_report  # noqa: E402
 from zerohvd.torch.weighting import weight  # noqa: E402
@@ -37,6 +38,7 @@ from zerohvd.torch.zeroify import zeroify  # noqa: E402
 
 __all__ = [
     "CheckpointError",
+    "CheckpointManager",
     "Compression",
     "CorruptCheckpointError",
     "DisagreementError",

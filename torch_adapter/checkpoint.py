@@ -60,6 +60,7 @@ def prepare_save(
     scheduler: Any = None,
     scaler: Any = None,
     step: int | None = None,
+    metric: float | None = None,
 ) -> tuple[TorchCollectives | LocalCollectives, Callable[[], Content]]:
     """Bring the ranks together; returns what gives this rank's part of the checkpoint."""
     owner = _check_arguments("zero.save", model, opt)
@@ -78,6 +79,7 @@ def prepare_save(
             "extra": extra,
             "schedulers": [s.state_dict() for s in _several(scheduler)],
             "scaler": None if scaler is None else scaler.state_dict(),
+            "metric": metric,
         }
         counted = storing.training_step(opt, extra, step)
         return storing.content(

@@ -11,6 +11,7 @@ import ctypes
 import dataclasses
 import datetime
 import json
+import math
 import os
 import secrets
 import shutil
@@ -132,15 +133,17 @@ class Draft:
         except OSError as error:
             raise cannot("write", shard, error) from error
 
-    def publish(self, stop: Callable[[], bool] = lambda: False) -> None:
+    def publish(self, stop: Callable[[], bool] = lambda: False, *, patient: bool = False) -> None:
         """Make the shards of all ranks a checkpoint; does nothing but on rank 0.
 
         Args:
             stop: Asked while the files of other ranks are waited for; true gives up.
+            patient: The other ranks may still be writing: wait until told to stop.
         """
         if self.rank != 0:
             return
-        fragments = [self._read_fragment(rank, stop) for rank in range(self.size)]
+        seconds = math.inf if patient else _VISIBLE_SECONDS
+        fragments = [self._read_fragment(rank, stop, seconds) for rank in range(self.size)]
         manifest = self._manifest(fragments)
         try:
             for rank in range(self.size):
@@ -151,9 +154,11 @@ class Draft:
         except OSError as error:
             raise cannot("finish", self.path, error) from error
 
-    def _read_fragment(self, rank: int, stop: Callable[[], bool]) -> dict[str, Any]:
+    def _read_fragment(
+        self, rank: int, stop: Callable[[], bool], seconds: float
+    ) -> dict[str, Any]:
         file = self._fragment(rank)
-        deadline = time.monotonic() + _VISIBLE_SECONDS
+        deadline = time.monotonic() + seconds
         while True:
             with contextlib.suppress(FileNotFoundError):
                 fragment: dict[str, Any] = json.loads(file.read_bytes())

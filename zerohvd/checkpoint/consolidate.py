@@ -1,0 +1,146 @@
+"""From a checkpoint to one plain file of weights, tensor by tensor."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zerohvd.checkpoint import format as fmt
+from zerohvd.checkpoint import torch_file
+from zerohvd.checkpoint.entries import Want
+from zerohvd.checkpoint.errors import CheckpointError, cannot
+from zerohvd.checkpoint.manifest import TensorInfo
+from zerohvd.checkpoint.reader import Reader
+from zerohvd.layout import Span
+
+Each = Callable[[int], None]
+SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".weights.h5")
+
+
+def weights(reader: Reader, *, masters: bool = False) -> dict[str, TensorInfo]:
+    """The model in a checkpoint: its parameters and buffers, by name.
+
+    Args:
+        reader: The checkpoint.
+        masters: Take float32 masters in the place of 16-bit parameters, where there are any.
+    """
+    found = {t.name: t for t in reader.manifest.of_kind("param", "buffer")}
+    if masters:
+        found.update({t.name: t for t in reader.manifest.of_kind("master")})
+    return found
+
+
+def consolidate(
+    path: Path, out: Path, *, masters: bool = False, each: Each = lambda nbytes: None
+) -> None:
+    """Write the weights of a checkpoint into one file; its suffix says which kind.
+
+    At most one tensor is in memory at a time. `out` appears when it is complete.
+
+    Args:
+        path: The checkpoint.
+        out: A .safetensors file, a torch state_dict (.pt, .pth, .bin), or Keras' .weights.h5.
+        masters: As for `weights`.
+        each: Told how many bytes have been written since it was last called.
+    """
+    write = _writer(out)
+    reader = Reader.open(path)
+    found = weights(reader, masters=masters)
+    draft = out.with_name(f"{out.name}.partial-{secrets.token_hex(8)}")
+    try:
+        with _removed_on_error(draft):
+            write(draft, reader, found, each)
+            with draft.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(draft, out)
+    except OSError as error:
+        raise cannot("write", out, error) from error
+
+
+def _writer(out: Path) -> Callable[[Path, Reader, dict[str, TensorInfo], Each], None]:
+    if out.name.endswith(".safetensors"):
+        return _write_safetensors
+    if out.suffix in (".pt", ".pth", ".bin"):
+        return _write_torch
+    if out.name.endswith(".weights.h5"):
+        return _write_keras
+    raise ValueError(f"{out} must end with one of {', '.join(SUFFIXES)}: it says what to write")
+
+
+@contextlib.contextmanager
+def _removed_on_error(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def blocks(reader: Reader, info: TensorInfo, each: Each) -> Iterator[memoryview]:
+    """The bytes of a tensor in order, checked; a block is valid until the next one."""
+    step = max(1, fmt.CHUNK_BYTES // info.itemsize)
+    buffer = bytearray(min(step * info.itemsize, info.nbytes))
+    reader.check([Want(info.key, Span(0, info.numel), memoryview(b""))])
+    for start in range(0, info.numel, step):
+        span = Span(start, min(info.numel, start + step))
+        block = memoryview(buffer)[: span.length * info.itemsize]
+        reader.read([Want(info.key, span, block)])
+        yield block
+        each(len(block))
+
+
+def _write_safetensors(
+    path: Path, reader: Reader, found: Mapping[str, TensorInfo], each: Each
+) -> None:
+    ordered = sorted(found.items(), key=lambda item: -item[1].itemsize)
+    # "pt" and "tf" are what libraries of models look for.
+    about = {"format": "tf" if reader.manifest.framework == "keras" else "pt"}
+    with path.open("wb") as file:
+        file.write(fmt.header([(name, t.dtype, t.shape) for name, t in ordered], about))
+        for _, info in ordered:
+            for block in blocks(reader, info, each):
+                file.write(block)
+
+
+def _write_torch(path: Path, reader: Reader, found: dict[str, TensorInfo], each: Each) -> None:
+    aliases = (reader.manifest.state or {}).get("aliases", {})
+    named = {**found, **{alias: found[n] for alias, n in aliases.items() if n in found}}
+    torch_file.write(path, named, lambda info: blocks(reader, info, each))
+
+
+def _write_keras(path: Path, reader: Reader, found: Mapping[str, TensorInfo], each: Each) -> None:
+    places: dict[str, str] | None = (reader.manifest.state or {}).get("weights_h5")
+    if places is None:
+        raise CheckpointError(
+            "only a checkpoint that zerohvd.keras has saved knows where Keras looks for a weight "
+            "in a .weights.h5 file: write a .safetensors file"
+        )
+    try:
+        h5py: Any = importlib.import_module("h5py")
+    except ImportError as error:
+        raise CheckpointError(f"a .weights.h5 file needs h5py: {error}") from error
+    with h5py.File(path, "w") as file:
+        for name, place in places.items():
+            info = found[name]
+            data = np.empty(info.nbytes, np.uint8)
+            at = 0
+            for block in blocks(reader, info, each):
+                data[at : at + len(block)] = block
+                at += len(block)
+            value = data.view(_numpy_dtype(info.dtype)).reshape(info.shape)
+            stored = file.create_dataset(place, data=value)
+            if info.dtype == "bfloat16":
+                stored.attrs["dtype"] = "bfloat16"
+
+
+def _numpy_dtype(dtype: str) -> Any:
+    if dtype in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+        return getattr(importlib.import_module("ml_dtypes"), dtype)
+    return np.dtype(dtype)
