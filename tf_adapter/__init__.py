@@ -11,8 +11,10 @@ from zerohvd.versions import require_keras
 require_keras()
 allow_single_process(os.environ)
 
+from zerohvd.checkpoint import CheckpointError, CorruptCheckpointError  # noqa: E402
 from zerohvd.errors import DisagreementError, ShardedStateError, ZeroError  # noqa: E402
 from zerohvd.keras import callbacks  # noqa: E402
+from zerohvd.keras.checkpoint import CheckpointManager, load, save  # noqa: E402
 from zerohvd.keras.data import shard_dataset  # noqa: E402
 from zerohvd.keras.keras_hooks import verbose  # noqa: E402
 from zerohvd.keras.optimizer import DistributedOptimizer  # noqa: E402
@@ -23,14 +25,19 @@ from zerohvd.keras.weighting import weight  # noqa: E402
 from zerohvd.keras.zeroify import zeroify  # noqa: E402
 
 __all__ = [
+    "CheckpointError",
+    "CheckpointManager",
+    "CorruptCheckpointError",
     "DisagreementError",
     "DistributedOptimizer",
     "ShardedStateError",
     "ZeroError",
     "callbacks",
     "communication_report",
+    "load",
     "memory_report",
     "plain_optimizer",
+    "save",
     "save_model",
     "shard_dataset",
     "verbose",

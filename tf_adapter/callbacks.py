@@ -10,6 +10,7 @@ import numpy as np
 
 from zerohvd.keras import keras_hooks, saving
 from zerohvd.keras.broadcasting import broadcast_variables
+from zerohvd.keras.checkpoint import CheckpointManager
 
 
 class MetricAverage(keras.callbacks.Callback):
@@ -145,14 +146,25 @@ class BroadcastWeights(keras.callbacks.Callback):
 
 
 class Checkpoint(keras.callbacks.Callback):
-    """Save the model after an epoch: one rank writes, with the optimizer state of all ranks.
+    """Save while training: whole models in files, or sharded checkpoints in a folder.
+
+    A path that ends with `.keras` or `.h5` is a file: after an epoch one rank writes it, with the
+    optimizer state of all ranks. Any other path is the folder of a `zero.CheckpointManager`: every
+    rank writes its own part, and the next `fit` with the same path, at any number of ranks and any
+    stage, goes on where this one stopped, `initial_epoch` included.
 
     Args:
-        filepath: May contain `{epoch}` and names of metrics, as for keras' ModelCheckpoint.
-        monitor: What `save_best_only` looks at; averaged if MetricAverage comes first.
-        save_best_only: Keep the best epoch.
-        save_weights_only: `model.save_weights` instead of the whole model.
-        mode: "min" or "max".
+        filepath: A file may contain `{epoch}` and names of metrics, as for keras' ModelCheckpoint.
+        monitor: What `save_best_only` and the best checkpoint look at; averaged if MetricAverage
+            comes first.
+        save_best_only: Save only after epochs that are better than all before.
+        save_weights_only: Files: `model.save_weights` instead of the whole model.
+        mode: Whether a lower ("min") or a higher ("max") value is better.
+        keep: Folders: the newest so many checkpoints stay, and the best one; None: all.
+        every: Folders: save after so many steps instead of after each epoch.
+        asynchronous: Folders: write in a thread, while training goes on.
+        resume: Folders: load the latest checkpoint when the first `fit` begins. An epoch that was
+            interrupted begins anew.
     """
 
     def __init__(
@@ -162,6 +174,11 @@ class Checkpoint(keras.callbacks.Callback):
         save_best_only: bool = False,
         save_weights_only: bool = False,
         mode: str = "min",
+        *,
+        keep: int | None = 3,
+        every: int | None = None,
+        asynchronous: bool = False,
+        resume: bool = True,
     ) -> None:
         super().__init__()
         if mode not in ("min", "max"):
@@ -169,10 +186,57 @@ class Checkpoint(keras.callbacks.Callback):
         self.filepath, self.monitor, self.mode = str(filepath), monitor, mode
         self.save_best_only, self.save_weights_only = save_best_only, save_weights_only
         self.best: float | None = None
+        self.manager: CheckpointManager | None = None
+        self.resume = resume
+        self._epoch, self._saved = 0, 0
+        if not self.filepath.endswith((".keras", ".h5")):
+            if save_weights_only:
+                raise ValueError(
+                    "save_weights_only needs a path that ends with .weights.h5; a folder of "
+                    "checkpoints holds everything"
+                )
+            self.manager = CheckpointManager(
+                self.filepath, keep, every, mode=mode, asynchronous=asynchronous
+            )
+        elif every is not None or asynchronous:
+            raise ValueError(
+                f"every and asynchronous need a folder to save to, and {self.filepath} is a file"
+            )
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if self.manager is None:
+            return
+        if self.resume:
+            self.resume = False  # a second fit() goes on with the model as it is
+            extra = self.manager.restore(self.model)
+            if extra is not None:
+                self._epoch = extra["epoch"]
+                self.best = extra["best"]
+                # Where keras.callbacks.BackupAndRestore puts it, too.
+                self.model._initial_epoch = self._epoch
+        self._saved = self._step()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        if self.manager is not None:
+            self.model._initial_epoch = None
+            self.manager.close()
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        every = None if self.manager is None else self.manager.every
+        # Several steps may lie between two calls (steps_per_execution).
+        if every is not None and self._step() // every > self._saved // every:
+            self._save_folder(self._epoch, None)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         logs = logs or {}
         if self.save_best_only and not self._is_best(logs):
+            return
+        if self.manager is not None:
+            if self.manager.every is None:
+                self._save_folder(epoch + 1, logs.get(self.monitor))
             return
         path = self.filepath.format(epoch=epoch + 1, **logs)
         if self.save_weights_only:
@@ -180,6 +244,15 @@ class Checkpoint(keras.callbacks.Callback):
             saving.on_one_rank(lambda: self.model.save_weights(path), ranks)
         else:
             saving.save_model(self.model, path)
+
+    def _step(self) -> int:
+        return int(np.asarray(self.model.optimizer.iterations))
+
+    def _save_folder(self, epoch: int, metric: float | None) -> None:
+        assert self.manager is not None
+        self._saved = self._step()
+        extra = {"epoch": epoch, "best": self.best}
+        self.manager.save(self._saved, self.model, extra=extra, metric=metric)
 
     def _is_best(self, logs: dict[str, Any]) -> bool:
         if self.monitor not in logs:

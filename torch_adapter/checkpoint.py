@@ -63,9 +63,9 @@ def prepare_save(
     metric: float | None = None,
 ) -> tuple[TorchCollectives | LocalCollectives, Callable[[], Content]]:
     """Bring the ranks together; returns what gives this rank's part of the checkpoint."""
-    owner = _check_arguments("zero.save", model, opt)
-    ranks = _meet(owner, SAVE)
-    held = Holdings(model, owner)
+    holder = owner(model, opt, "zero.save")
+    ranks = _meet(holder, SAVE)
+    held = Holdings(model, holder)
 
     def sums() -> list[int]:
         for section in held.sections:
@@ -115,9 +115,9 @@ def load(
         strict: Whether the names in checkpoint and model must be the same.
         restore_rng: Set the random number generators, if the number of ranks is that of the save.
     """
-    owner = _check_arguments("zero.load", model, opt)
-    ranks = _meet(owner, LOAD)
-    held = Holdings(model, owner)
+    holder = owner(model, opt, "zero.load")
+    ranks = _meet(holder, LOAD)
+    held = Holdings(model, holder)
     loading: list[_Loading] = []
 
     def check() -> str:
@@ -245,9 +245,10 @@ def _drop_gradients(opt: ZeroOptimizer) -> None:
             param.grad = None
 
 
-def _check_arguments(
-    what: str, model: torch.nn.Module, opt: ZeroOptimizer | None
+def owner(
+    model: torch.nn.Module, opt: ZeroOptimizer | None, what: str = "CheckpointManager"
 ) -> ZeroOptimizer | None:
+    """The optimizer that holds the model's parameters, given or not."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"{what}: model must be a torch.nn.Module, got {type(model).__name__}")
     if opt is not None and not isinstance(opt, ZeroOptimizer):

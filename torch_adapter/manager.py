@@ -2,162 +2,19 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from zerohvd.checkpoint import together
-from zerohvd.checkpoint.manager import Manager, Policy, check_metric
+from zerohvd.checkpoint.managing import CheckpointManager as _CheckpointManager
 from zerohvd.torch import checkpoint
-from zerohvd.torch.collectives import LocalCollectives, TorchCollectives, join
-from zerohvd.torch.optimizer import ZeroOptimizer
+from zerohvd.torch.collectives import join
 
 
-class CheckpointManager:
-    """Checkpoints of one training, as `<directory>/step-<number>`.
+class CheckpointManager(_CheckpointManager):
+    __doc__ = _CheckpointManager.__doc__
 
-        manager = zero.CheckpointManager("ckpt", keep=3, every=1000, asynchronous=True)
-        extra = manager.restore(model, opt) or {"epoch": 0}
-        for step, batch in enumerate(batches, start=1):
-            ...
-            manager.step(step, model, opt, extra={"epoch": epoch})
-        manager.close()
+    _prepare = staticmethod(checkpoint.prepare_save)
+    _load = staticmethod(checkpoint.load)
 
-    All ranks make the same calls, but for `latest` and `best`, which only look.
-
-    Args:
-        directory: The folder; made by the first save.
-        keep: The newest so many stay, and the best one beside them; None: all.
-        every: `step()` saves at multiples of this many steps; None: whenever it is called.
-        mode: Whether a lower ("min") or a higher ("max") metric is better.
-        asynchronous: Copy this rank's share and write it in a thread, while training goes on.
-            One save is under way at most: the next one waits for it. An error is raised by the
-            next call, on all ranks.
-    """
-
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        keep: int | None = 3,
-        every: int | None = None,
-        *,
-        mode: str = "min",
-        asynchronous: bool = False,
-    ) -> None:
-        self._manager = Manager(
-            Path(directory), Policy(keep, every, mode), asynchronous=asynchronous
-        )
-        self._ranks: TorchCollectives | LocalCollectives | None = None
-
-    @property
-    def directory(self) -> Path:
-        return self._manager.folder
-
-    @property
-    def latest(self) -> Path | None:
-        """The newest complete checkpoint."""
-        return self._manager.latest()
-
-    @property
-    def best(self) -> Path | None:
-        """The one with the best `metric`."""
-        return self._manager.best()
-
-    def step(
-        self,
-        step: int,
-        model: torch.nn.Module,
-        opt: ZeroOptimizer | None = None,
-        extra: Any = None,
-        **options: Any,
-    ) -> Path | None:
-        """`save`, if a checkpoint is due at this step; else nothing."""
-        if not self._manager.policy.due(step):
-            return None
-        return self.save(step, model, opt, extra, **options)
-
-    def save(
-        self,
-        step: int,
-        model: torch.nn.Module,
-        opt: ZeroOptimizer | None = None,
-        extra: Any = None,
-        *,
-        metric: float | None = None,
-        scheduler: Any = None,
-        scaler: Any = None,
-    ) -> Path:
-        """Save now, and remove what is not to be kept.
-
-        Args:
-            step: Number of the checkpoint.
-            model, opt, extra, scheduler, scaler: As for `zero.save`.
-            metric: How good it is; that of rank 0 counts.
-        """
-        self.wait()
-        ranks, make = checkpoint.prepare_save(
-            model,
-            opt,
-            extra,
-            scheduler=scheduler,
-            scaler=scaler,
-            step=step,
-            metric=check_metric(metric),
-        )
-        self._adopt(ranks)
-        return self._manager.save(step, ranks, make)
-
-    def restore(
-        self,
-        model: torch.nn.Module,
-        opt: ZeroOptimizer | None = None,
-        *,
-        which: str | int = "latest",
-        **options: Any,
-    ) -> Any:
-        """Load the latest checkpoint, the best, or that of a step; returns its `extra`.
-
-        Does nothing and returns None where there is none yet.
-
-        Args:
-            model, opt: As for `zero.load`.
-            which: "latest", "best" or the number of a step.
-            **options: Of `zero.load`.
-        """
-        self.wait()
-        ranks = join() if opt is None else opt.collectives
-        _, found = together(ranks, "which", lambda: self._choose(which))
-        # The first rank's word counts: another may not see a new folder yet.
-        return checkpoint.load(found[0], model, opt, **options) if found[0] else None
-
-    def _choose(self, which: str | int) -> str:
-        if isinstance(which, int):
-            return str(self._manager.path(which))
-        if which not in ("latest", "best"):
-            raise ValueError(f'which must be "latest", "best" or a step, got {which!r}')
-        path = self.latest if which == "latest" else self.best
-        return "" if path is None else str(path)
-
-    def _adopt(self, ranks: TorchCollectives | LocalCollectives) -> None:
-        if self._ranks is None and ranks.rank == 0:
-            self._manager.clean()
-        self._ranks = ranks
-
-    def wait(self) -> None:
-        """Return when the save under way is complete; raises if it failed."""
-        if self._ranks is not None:
-            self._manager.wait(self._ranks)
-
-    def close(self) -> None:
-        """The end of training: wait for the last save."""
-        self.wait()
-
-    def __enter__(self) -> CheckpointManager:
-        return self
-
-    def __exit__(self, failed: Any, *_: Any) -> None:
-        # After an exception the other ranks may not come: the thread finishes by itself.
-        if failed is None:
-            self.close()
+    def _join(self, model: Any, opt: Any) -> Any:
+        owner = checkpoint.owner(model, opt)
+        return join() if owner is None else owner.collectives

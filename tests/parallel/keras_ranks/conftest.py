@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import shutil
+import tempfile
+from pathlib import Path
+
 import horovod.tensorflow as hvd
 import keras
 import pytest
@@ -17,3 +21,14 @@ def start_together():
     keras.utils.set_random_seed(7)  # of datasets too
     hvd.allreduce(tf.zeros([1]), name="start_together")  # the TensorFlow module has no barrier
     yield
+
+
+@pytest.fixture
+def shared_folder():
+    """A new folder that all ranks see."""
+    made = tempfile.mkdtemp() if hvd.rank() == 0 else None
+    path = Path(hvd.broadcast_object(made, root_rank=0, name="folder"))
+    yield path
+    hvd.allreduce(tf.zeros([1]), name="folder_done")
+    if hvd.rank() == 0:
+        shutil.rmtree(path)

@@ -417,6 +417,7 @@ def test_a_disk_that_is_full_on_one_rank(shared_folder, monkeypatch):
     with pytest.raises(zero.CheckpointError, match=r"shard-.*disk full"):
         zero.save(shared_folder / "a", model, opt)
     monkeypatch.undo()
+    hvd.barrier()  # the first rank clears up after the others have gone on
     assert [p.name for p in shared_folder.iterdir()] == ["a"]
     zero.load(shared_folder / "a", model, opt)
     for name, value in model.state_dict().items():
@@ -448,6 +449,81 @@ def test_plain_files_of_weights(shared_folder, stage):
     hvd.barrier()
     with pytest.raises(zero.CheckpointError, match=r"broken.pt"):
         zero.load(shared_folder / "broken.pt", model, opt)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_consolidated_weights_are_plain_files(shared_folder, suffix):
+    from safetensors.torch import load_file
+
+    from zerohvd.cli import main
+
+    model, opt = sharded(stage=2)
+    zero.save(shared_folder / "a", model, opt)
+    out = shared_folder / f"model.{suffix}"
+    if hvd.rank() == 0:
+        assert main(["checkpoint", "consolidate", str(shared_folder / "a"), str(out)]) == 0
+    hvd.barrier()
+    if suffix == "pt":
+        loaded = torch.load(out, weights_only=True, mmap=True)
+        plain = Net()
+        plain.load_state_dict(loaded)
+        assert_models_equal(model, plain)
+        assert all(t.data_ptr() % 16 == 0 for t in loaded.values() if t.numel())
+    else:
+        loaded = load_file(out)
+        for name, value in loaded.items():
+            assert torch.equal(value, model.state_dict()[name])
+    other, again = sharded(steps=0, stage=1)
+    zero.load(out, other, again)
+    assert_models_equal(model, other)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_manager_keeps_the_newest_and_the_best(shared_folder, asynchronous):
+    model, opt = sharded(steps=0)
+    losses = {2: 0.5, 4: 0.1, 6: 0.3, 8: 0.4}
+    weights = {}
+    with zero.CheckpointManager(
+        shared_folder / "ckpt", keep=2, every=2, asynchronous=asynchronous
+    ) as manager:
+        assert manager.restore(model, opt) is None
+        for step in range(1, 9):
+            train(model, opt, steps=1, first=step)
+            manager.step(step, model, opt, extra={"step": step}, metric=losses.get(step))
+            weights[step] = {k: v.clone() for k, v in model.state_dict().items()}
+    hvd.barrier()
+    names = sorted(p.name for p in (shared_folder / "ckpt").iterdir())
+    assert names == ["step-4", "step-6", "step-8"]
+    assert manager.latest.name == "step-8" and manager.best.name == "step-4"
+    hvd.barrier()
+    for which, step in (("latest", 8), ("best", 4), (6, 6)):
+        other, again = sharded(steps=0, stage=1)
+        assert manager.restore(other, again, which=which) == {"step": step}
+        for name, value in other.state_dict().items():
+            assert torch.equal(value, weights[step][name])
+
+
+def test_errors_of_asynchronous_saves_surface_on_all_ranks(shared_folder, monkeypatch):
+    import errno
+    import os
+
+    model, opt = sharded()
+    manager = zero.CheckpointManager(shared_folder, asynchronous=True)
+    manager.save(1, model, opt)
+    manager.wait()
+    if hvd.rank() == hvd.size() - 1:
+        monkeypatch.setattr(
+            os, "write", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "disk full"))
+        )
+    manager.save(2, model, opt)
+    train(model, opt, first=5)
+    with pytest.raises(zero.CheckpointError, match=r"shard-.*disk full"):
+        manager.save(3, model, opt)
+    monkeypatch.undo()
+    manager.save(3, model, opt)
+    manager.close()
+    hvd.barrier()
+    assert sorted(p.name for p in shared_folder.iterdir()) == ["step-1", "step-3"]
 
 
 def test_saving_over_and_over_leaves_one_checkpoint(shared_folder):

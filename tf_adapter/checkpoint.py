@@ -1,0 +1,218 @@
+"""zero.save and zero.load: checkpoints that any number of ranks, stage and layout can resume."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zerohvd.checkpoint import ArraySource, Content, Reader, open_safetensors, together
+from zerohvd.checkpoint import save as save_content
+from zerohvd.checkpoint.managing import CheckpointManager as _CheckpointManager
+from zerohvd.keras import storing
+from zerohvd.keras.holdings import Holdings
+from zerohvd.keras.keras_hooks import ranks_of, unwrap
+from zerohvd.keras.plain_files import open_weights_h5
+from zerohvd.keras.restoring import Plan
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: Any,
+    opt: Any = None,
+    extra: Any = None,
+    *,
+    step: int | None = None,
+) -> None:
+    """Store a checkpoint in the folder `path`; all ranks must call it.
+
+    Every rank writes what it holds, and `path` appears when all of it is on disk. What was there
+    before stays loadable until then. Seeds and random number generators of all ranks are stored
+    too.
+
+    Args:
+        path: The folder to make. A checkpoint of the same name is replaced.
+        model: The model.
+        opt: Its optimizer; that which the model was compiled with unless given.
+        extra: Anything made of numbers, strings, arrays, lists and dicts, such as an epoch; that
+            of rank 0 is stored.
+        step: Of the training, for the manifest; default: `extra["step"]`, or the optimizer's.
+    """
+    ranks, make = prepare_save(model, opt, extra, step=step)
+    save_content(Path(path), ranks, make)
+
+
+def prepare_save(
+    model: Any,
+    opt: Any,
+    extra: Any,
+    *,
+    step: int | None = None,
+    metric: float | None = None,
+) -> tuple[Any, Callable[[], Content]]:
+    """Bring the ranks together; returns what gives this rank's part of the checkpoint."""
+    optimizer = _optimizer(model, opt, "zero.save")
+    ranks = ranks_of(model) if optimizer is None or optimizer.step is None else _ranks(optimizer)
+    made: list[Holdings] = []
+
+    def look() -> dict[str, int]:
+        if not model.built:
+            raise ValueError("the model is not built yet: call it on a batch, or model.build()")
+        made.append(Holdings(model, optimizer))
+        return made[0].sums()
+
+    _, sums = together(ranks, "variables", look)
+
+    def make() -> Content:
+        return storing.content(
+            made[0],
+            extra=extra,
+            step=_step(optimizer, extra, step),
+            metric=metric,
+            sums=sums,
+            rank=ranks.rank,
+        )
+
+    return ranks, make
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: Any,
+    opt: Any = None,
+    *,
+    strict: bool = True,
+    restore_rng: bool = True,
+) -> Any:
+    """Load a checkpoint; all ranks must call it. Returns what `extra` was when it was saved.
+
+    The number of ranks, the stage, the partition and the bucket size may be others than those it
+    was saved with. Every rank reads what it needs. If anything is wrong with the checkpoint, all
+    ranks raise the same error and nothing has been loaded.
+
+    Args:
+        path: A checkpoint; or plain weights: a .weights.h5 or .safetensors file. These have no
+            optimizer state: it stays as it is.
+        model: The model, built.
+        opt: Its optimizer; that which the model was compiled with unless given.
+        strict: Whether variables in checkpoint and model must be the same.
+        restore_rng: Set the random number generators, if the number of ranks is that of the save.
+    """
+    optimizer = _optimizer(model, opt, "zero.load")
+    if not model.built:
+        raise ValueError("the model is not built yet: call it on a batch, or model.build()")
+    if optimizer is not None and optimizer.step is None:
+        around = model.optimizer if unwrap(getattr(model, "optimizer", None)) else optimizer
+        around.build(model.trainable_variables)
+    ranks = ranks_of(model) if optimizer is None else _ranks(optimizer)
+    held = Holdings(model, optimizer)
+    loading: list[_Loading] = []
+
+    def check() -> str:
+        found = _Loading(Path(path), held, ranks, strict)
+        found.source.check(found.plan.wants, ranks.rank, ranks.size)
+        loading.append(found)
+        return found.source.manifest.id
+
+    _, ids = together(ranks, "check", check)
+    together(ranks, "same", lambda: _check_same(ids, path))
+    return loading[0].apply(restore_rng=restore_rng)
+
+
+def open_source(path: Path, held: Holdings) -> tuple[Reader | ArraySource, bool]:
+    """What is at `path`, and whether it is a checkpoint (or plain weights)."""
+    if path.is_dir() or not path.exists():
+        return Reader.open(path), True
+    if path.suffix == ".safetensors":
+        return open_safetensors(path), False
+    if path.name.endswith(".weights.h5"):
+        return open_weights_h5(path, held.places), False
+    raise ValueError(
+        f"{path} is neither a checkpoint's folder nor a file of weights: .weights.h5 or "
+        ".safetensors. Of a .keras file, keras.models.load_model makes a model"
+    )
+
+
+class _Loading:
+    """One call of `load`, on one rank."""
+
+    def __init__(self, path: Path, held: Holdings, ranks: Any, strict: bool) -> None:
+        self.source, self.complete = open_source(path, held)
+        manifest = self.source.manifest
+        self._state: dict[str, Any] = {}
+        self._own: dict[str, Any] = {}
+        if self.complete:
+            if manifest.framework != "keras":
+                raise ValueError(
+                    f"the checkpoint was saved by {manifest.framework}, not by keras. "
+                    "`zerohvd checkpoint consolidate` makes plain weights of it"
+                )
+            assert isinstance(self.source, Reader)
+            self._state = self.source.decode(manifest.state, storing.SHARED)
+            if ranks.rank < len(manifest.rank_states) == ranks.size:
+                self._own = self.source.decode(manifest.rank_states[ranks.rank], storing.OWN)
+        self.plan = Plan(
+            held,
+            self.source.tensors,
+            self._state.get("weights_h5", {}),
+            rank=ranks.rank,
+            size=ranks.size,
+            saved_size=manifest.size if self.complete else 0,
+            strict=strict,
+        )
+        self.plan.weights()
+        if held.optimizer is not None and "scalars" in self._state:
+            self.plan.optimizer(self._state["scalars"], self._state["optimizer"])
+
+    def apply(self, *, restore_rng: bool) -> Any:
+        self.plan.apply(self.source)
+        if restore_rng and "rng" in self._own:
+            storing.restore_generators(self._own["rng"])
+        return self._state.get("extra")
+
+
+def _ranks(optimizer: Any) -> Any:
+    return optimizer.step.wire.eager
+
+
+def _optimizer(model: Any, opt: Any, what: str) -> Any:
+    """The DistributedOptimizer; None where the model has none."""
+    if not hasattr(model, "variables") or not hasattr(model, "built"):
+        raise TypeError(f"{what}: model must be a keras.Model, got {type(model).__name__}")
+    found = unwrap(opt if opt is not None else getattr(model, "optimizer", None))
+    if opt is not None and found is None:
+        raise TypeError(
+            f"{what}: opt must be a zero.DistributedOptimizer, got {type(opt).__name__}"
+        )
+    return found
+
+
+def _step(optimizer: Any, extra: Any, step: int | None) -> int | None:
+    if step is not None:
+        return int(step)
+    if isinstance(extra, Mapping) and isinstance(extra.get("step"), int):
+        return int(extra["step"])
+    return None if optimizer is None else int(np.asarray(optimizer.iterations))
+
+
+def _check_same(ids: list[str], path: Any) -> None:
+    if len(set(ids)) > 1:
+        raise ValueError(
+            f"the ranks found different checkpoints at {path}: it must lie on a file system that "
+            "all ranks share, and not be replaced while it is being loaded"
+        )
+
+
+class CheckpointManager(_CheckpointManager):
+    __doc__ = _CheckpointManager.__doc__
+
+    _prepare = staticmethod(prepare_save)
+    _load = staticmethod(load)
+
+    def _join(self, model: Any, opt: Any) -> Any:
+        optimizer = _optimizer(model, opt, "CheckpointManager")
+        built = optimizer is not None and optimizer.step is not None
+        return _ranks(optimizer) if built else ranks_of(model)

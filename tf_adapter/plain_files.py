@@ -1,0 +1,56 @@
+"""Keras' own files of weights, read range by range."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from zerohvd.checkpoint import ArraySource, CheckpointError, TensorInfo
+from zerohvd.layout import Span
+
+
+def open_weights_h5(path: Path, places: Mapping[str, str]) -> ArraySource:
+    """A .weights.h5 file as if it were a checkpoint of nothing but parameters.
+
+    Args:
+        path: The file.
+        places: Name of a variable -> where the file has it.
+    """
+    try:
+        file = h5py.File(path, "r")
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    found: dict[str, TensorInfo] = {}
+    for name, place in places.items():
+        if place in file:
+            stored = file[place]
+            key = f"param/{name}"
+            found[key] = TensorInfo(key, _dtype(stored), tuple(stored.shape), ())
+
+    def fetch(info: TensorInfo, span: Span) -> np.ndarray:
+        return _range(file[places[info.name]], span, info.dtype)
+
+    return ArraySource(found, fetch)
+
+
+def _dtype(stored: Any) -> str:
+    return str(stored.attrs.get("dtype", stored.dtype.name))
+
+
+def _range(stored: Any, span: Span, dtype: str) -> np.ndarray:
+    """Elements of the flattened dataset, by way of the rows that hold them."""
+    if not stored.shape:
+        return np.ascontiguousarray(stored[()]).reshape(-1)
+    row = int(np.prod(stored.shape[1:], dtype=np.int64))
+    first, last = span.start // max(1, row), -(-span.stop // max(1, row))
+    rows = np.ascontiguousarray(stored[first:last]).reshape(-1)
+    part = rows[span.start - first * row : span.stop - first * row]
+    if dtype == "bfloat16" and part.dtype.itemsize != 2:
+        import ml_dtypes
+
+        return part.astype(ml_dtypes.bfloat16)
+    return np.ascontiguousarray(part)
