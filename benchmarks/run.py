@@ -18,6 +18,8 @@ ONE_THREAD = {
 
 print("== PyTorch", flush=True)
 subprocess.run([sys.executable, str(HERE / "torch_step_time.py")], check=True)
+print("== Checkpoints", flush=True)
+subprocess.run([sys.executable, str(HERE / "checkpoint.py")], check=True)
 print("== Keras", flush=True)
 keras = [sys.executable, str(HERE / "keras_step_time.py")]
 done = launch(2, keras, timeout=1800, env=ONE_THREAD, echo=True)

@@ -40,7 +40,8 @@ def places(model: Any) -> dict[Any, str]:
     names that Keras gives to layers one after the other."""
     store = _Places()
     # The optimizer keeps its own state, and must not be asked for it here.
-    skipped = {id(part) for part in (model.optimizer, unwrap(model.optimizer)) if part is not None}
+    around = getattr(model, "optimizer", None)  # a model that was not compiled has none
+    skipped = {id(part) for part in (around, unwrap(around)) if part is not None}
     saving_lib._save_state(model, store, None, "", skipped)
     return store.of
 
@@ -95,7 +96,7 @@ class Holdings:
         if self.optimizer is None:
             return {}
         found = {k.removeprefix("scalar:"): v for k, v in state._scalars(self.optimizer).items()}
-        around = self.model.optimizer
+        around = getattr(self.model, "optimizer", None)
         if around is not self.optimizer and around is not None:  # a LossScaleOptimizer
             for attribute, value in sorted(vars(around).items()):
                 if isinstance(value, keras.Variable) and not value.ndim:

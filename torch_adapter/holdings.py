@@ -85,8 +85,15 @@ class Holdings:
                     self._note(f"{prefix}{key}", buffer, self.buffers)
         if self.opt is not None:
             for param, named in self.opt._names.items():
-                if param not in self.names:  # of another module, but in the same optimizer
-                    self._note(named.name, param, self.params)
+                if param in self.names:
+                    continue
+                if named.name in self.params:
+                    raise ValueError(
+                        f"the optimizer updates a parameter {named.name!r} that is not the model's "
+                        "any more: a module was replaced after the optimizer had been made"
+                    )
+                # Of another module, but in the same optimizer.
+                self._note(named.name, param, self.params)
 
     def _note(self, name: str, tensor: Any, where: dict[str, Any]) -> None:
         first = self.names.setdefault(tensor, name)
