@@ -58,6 +58,7 @@ class Plan:
         self._check_names(strict)
         self.buckets: dict[int, list[_Item]] = {}
         self.items: list[_Item] = []
+        self._scalars: list[tuple[Any, Any]] = []
 
     def _match(self, stored_places: Mapping[str, str]) -> dict[str, str]:
         """Name in the model -> name in the checkpoint."""
@@ -174,7 +175,7 @@ class Plan:
                 f"the checkpoint lacks {missing[0]!r} of the optimizer: it was saved with {kind}, "
                 f"this is {type(inner).__name__}"
             )
-        self._scalars = {known[n]: value for n, value in scalars.items() if n in known}
+        self._scalars = [(known[n], value) for n, value in scalars.items() if n in known]
 
     def _slot(self, slot: Any, info: TensorInfo) -> None:
         piece = slot.piece
@@ -232,7 +233,7 @@ class Plan:
                 for item in self.buckets.get(bucket.index, ()):
                     _read(source, item)
                 step._gather(bucket, assembled)
-        for variable, value in getattr(self, "_scalars", {}).items():
+        for variable, value in self._scalars:
             variable.assign(value)
 
 

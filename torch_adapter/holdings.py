@@ -111,7 +111,8 @@ class Holdings:
             for part in unit.parts:
                 if not any(part is section.flat for section in self.sections):
                     # Frozen parameters of stage 3.
-                    yield part.layout, part.shards.__getitem__, part.params, -1
+                    params = [self.params[spec.name] for spec in part.layout.params]
+                    yield part.layout, part.shards.__getitem__, params, -1
 
     def _pieces(self) -> Iterator[Held]:
         rank = 0 if self.opt is None else self.opt.collectives.rank
