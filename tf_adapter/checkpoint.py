@@ -11,6 +11,7 @@ import numpy as np
 
 from zerohvd.checkpoint import ArraySource, Content, Reader, open_safetensors, together
 from zerohvd.checkpoint import save as save_content
+from zerohvd.checkpoint.loading import check_together
 from zerohvd.checkpoint.managing import CheckpointManager as _CheckpointManager
 from zerohvd.keras import storing
 from zerohvd.keras.holdings import Holdings
@@ -117,8 +118,7 @@ def load(
         loading.append(found)
         return found.source.manifest.id
 
-    _, ids = together(ranks, "check", check)
-    together(ranks, "same", lambda: _check_same(ids, path))
+    check_together(ranks, path, check)
     return loading[0].apply(restore_rng=restore_rng)
 
 
@@ -197,13 +197,6 @@ def _step(optimizer: Any, extra: Any, step: int | None) -> int | None:
         return int(extra["step"])
     return None if optimizer is None else int(np.asarray(optimizer.iterations))
 
-
-def _check_same(ids: list[str], path: Any) -> None:
-    if len(set(ids)) > 1:
-        raise ValueError(
-            f"the ranks found different checkpoints at {path}: it must lie on a file system that "
-            "all ranks share, and not be replaced while it is being loaded"
-        )
 
 
 class CheckpointManager(_CheckpointManager):

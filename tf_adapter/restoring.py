@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from zerohvd.checkpoint import TensorInfo, Want
+from zerohvd.checkpoint.loading import refuse_names
 from zerohvd.keras import buffers, state
 from zerohvd.keras.holdings import Holdings
 from zerohvd.keras.pieces import PieceVariable
@@ -78,20 +79,8 @@ class Plan:
             # Plain files need not know the seeds of dropout layers.
             seeds = set(self.held.others) - self.held.trainable_others
             missing = [n for n in missing if n not in seeds]
-        if not strict or not (missing or unknown):
-            return
-        said = [
-            f"the {what} {len(names)} variables that the {other} lacks (the first: {names[0]!r})"
-            for names, what, other in (
-                (missing, "model has", "checkpoint"),
-                (unknown, "checkpoint has", "model"),
-            )
-            if names
-        ]
-        raise ValueError(
-            f"{' and '.join(said)}. Load it into the model it was saved from, or pass strict=False "
-            "to load what they have in common"
-        )
+        if strict:
+            refuse_names(missing, unknown)
 
     def _find(self, kind: str, name: str, shape: Any = None) -> TensorInfo | None:
         info = self.tensors.get(f"{kind}/{self._stored[name]}")

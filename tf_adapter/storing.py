@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state
 
-from zerohvd.checkpoint import Array, Content, Entry, encode, share_out, whole
+from zerohvd.checkpoint import Array, Content, Entry, encode, loading, share_out, whole
 from zerohvd.errors import ShardedStateError
 from zerohvd.keras import state
 from zerohvd.keras.holdings import Holdings
@@ -186,19 +185,13 @@ def _global_seed() -> Any:
 
 def generators() -> dict[str, Any]:
     """The states of the generators that a training script draws from; layers keep their own."""
-    version, internal, gauss = random.getstate()
-    found: dict[str, Any] = {
-        "python": [version, np.array(internal, np.uint64), gauss],
-        "numpy": list(np.random.get_state()),
-    }
+    found = loading.generators()
     if _global_seed() is not None:
         found["keras"] = np.asarray(_global_seed().state)
     return found
 
 
 def restore_generators(stored: Mapping[str, Any]) -> None:
-    version, internal, gauss = stored["python"]
-    random.setstate((version, tuple(int(i) for i in internal), gauss))
-    np.random.set_state(tuple(stored["numpy"]))
+    loading.restore_generators(stored)
     if "keras" in stored and _global_seed() is not None:
         _global_seed().state.assign(stored["keras"])

@@ -11,6 +11,7 @@ import torch
 
 from zerohvd.checkpoint import ArraySource, Content, Reader, open_safetensors, together
 from zerohvd.checkpoint import save as save_content
+from zerohvd.checkpoint.loading import check_together
 from zerohvd.torch import accumulation, rng, storing
 from zerohvd.torch.collectives import LocalCollectives, TorchCollectives, join
 from zerohvd.torch.entry import LOAD, SAVE
@@ -127,8 +128,7 @@ def load(
         loading.append(found)
         return found.id
 
-    _, ids = together(ranks, "check", check)
-    together(ranks, "same", lambda: _check_same(ids, path))
+    check_together(ranks, path, check)
     return loading[0].apply(scheduler, scaler, restore_rng=restore_rng)
 
 
@@ -280,11 +280,3 @@ def _several(value: Any) -> Sequence[Any]:
     if value is None:
         return ()
     return value if isinstance(value, (list, tuple)) else (value,)
-
-
-def _check_same(ids: Sequence[str], path: Any) -> None:
-    if len(set(ids)) > 1:
-        raise ValueError(
-            f"the ranks found different checkpoints at {path}: it must lie on a file system that "
-            "all ranks share, and not be replaced while it is being loaded"
-        )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from zerohvd.checkpoint import TensorInfo, Want
+from zerohvd.checkpoint.loading import refuse_names
 from zerohvd.checkpoint.tree import decode
 from zerohvd.layout import Span
 from zerohvd.torch import arrays
@@ -68,20 +69,8 @@ class Plan:
         for alias, first in self.held.aliases.items():
             if first in missing and alias in stored:
                 missing.remove(first)
-        if not self._strict or not (missing or unknown):
-            return
-        said = [
-            f"the {what} {len(names)} tensors that the {other} lacks (the first: {names[0]!r})"
-            for names, what, other in (
-                (missing, "model has", "checkpoint"),
-                (unknown, "checkpoint has", "model"),
-            )
-            if names
-        ]
-        raise ValueError(
-            f"{' and '.join(said)}. Load it into the model it was saved from, or pass strict=False "
-            "to load what they have in common"
-        )
+        if self._strict:
+            refuse_names(missing, unknown)
 
     def _find(
         self, kind: str, name: str, shape: tuple[int, ...], dtype: torch.dtype
