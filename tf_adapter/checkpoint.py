@@ -158,6 +158,7 @@ class _Loading:
             held,
             self.source.tensors,
             self._state.get("weights_h5", {}),
+            self._state.get("unplaced", []),
             rank=ranks.rank,
             size=ranks.size,
             saved_size=manifest.size if self.complete else 0,

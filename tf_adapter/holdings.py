@@ -74,6 +74,11 @@ class Holdings:
             self.names[ref]: place for ref, place in places(model).items() if ref in self.names
         }
 
+    @property
+    def unplaced(self) -> list[str]:
+        """Variables that no .weights.h5 file holds, in the model's order: seeds of dropout."""
+        return [name for name in self.variables if name not in self.places]
+
     def _note(self, name: str, native: tf.Variable) -> None:
         self.names[native.ref()] = name
         self.variables[name] = native

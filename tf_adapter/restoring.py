@@ -6,7 +6,7 @@ done so without complaint, it is read into place, one tensor at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +37,7 @@ class Plan:
         tensors: What there is to read.
         stored_places: Name in the checkpoint -> place in a .weights.h5 file: models are matched
             by these, for layer names may be numbered differently.
+        unplaced: Names in the checkpoint of what has no such place: matched in their order.
         rank, size: Of this job.
         saved_size: Number of ranks that saved; 0: a plain file.
         strict: Whether names must match exactly.
@@ -47,6 +48,7 @@ class Plan:
         held: Holdings,
         tensors: Mapping[str, TensorInfo],
         stored_places: Mapping[str, str],
+        unplaced: Sequence[str],
         *,
         rank: int,
         size: int,
@@ -55,19 +57,21 @@ class Plan:
     ) -> None:
         self.held, self.tensors = held, tensors
         self.rank, self.size, self.saved_size = rank, size, saved_size
-        self._stored = self._match(stored_places)
+        self._stored = self._match(stored_places, unplaced)
         self._check_names(strict)
         self.buckets: dict[int, list[_Item]] = {}
         self.items: list[_Item] = []
         self._scalars: list[tuple[Any, Any]] = []
 
-    def _match(self, stored_places: Mapping[str, str]) -> dict[str, str]:
+    def _match(
+        self, stored_places: Mapping[str, str], unplaced: Sequence[str]
+    ) -> dict[str, str]:
         """Name in the model -> name in the checkpoint."""
         at = {place: name for name, place in stored_places.items()}
-        found = {}
-        for name in self.held.variables:
-            place = self.held.places.get(name)
-            found[name] = at.get(place, name) if place is not None else name
+        found = {name: name for name in self.held.variables}
+        found.update({name: at.get(place, name) for name, place in self.held.places.items()})
+        if len(unplaced) == len(self.held.unplaced):
+            found.update(zip(self.held.unplaced, unplaced, strict=True))
         return found
 
     def _check_names(self, strict: bool) -> None:

@@ -145,6 +145,7 @@ def _describe(
     own: dict[str, Array] = {}
     shared: dict[str, Any] = {
         "weights_h5": held.places,
+        "unplaced": held.unplaced,
         "extra": extra,
         "metric": metric,
         "aliases": {},
