@@ -63,9 +63,7 @@ def begin(
     path: Path, collectives: Collectives, make: Callable[[], Content]
 ) -> tuple[Draft, Content]:
     """Agree on a new checkpoint, before anything is written into it."""
-
     made: list[Content] = []
-
     own: list[str] = []
 
     def act() -> str | None:
@@ -77,7 +75,7 @@ def begin(
         _, ids = together(collectives, "begin", act)
     except Exception:
         for save_id in own:  # this rank was ready, but another was not
-            fmt.partial_path(path, save_id).rmdir()
+            shutil.rmtree(fmt.partial_path(path, save_id), ignore_errors=True)
         raise
     return Draft(path, ids[0], collectives.rank, collectives.size), made[0]
 
@@ -129,7 +127,8 @@ class Draft:
                 fragment["head"] = [
                     content.framework, content.step, dict(content.config), content.state,
                 ]  # fmt: skip
-            _write_durably(self._fragment(self.rank), json.dumps(fragment).encode())
+            # For rank 0 to see, not for the disk to keep.
+            _write(self._fragment(self.rank), json.dumps(fragment).encode(), durably=False)
         except OSError as error:
             raise cannot("write", shard, error) from error
 
@@ -148,7 +147,7 @@ class Draft:
         try:
             for rank in range(self.size):
                 self._fragment(rank).unlink()
-            _write_durably(self.folder / fmt.MANIFEST, manifest.to_bytes())
+            _write(self.folder / fmt.MANIFEST, manifest.to_bytes(), durably=True)
             _sync_folder(self.folder)
             self._move_in()
         except OSError as error:
@@ -288,13 +287,14 @@ def _start_flush(fd: int, start: int, length: int) -> None:
         _libc.sync_file_range(fd, begin, count, _SYNC_FILE_RANGE_WRITE)
 
 
-def _write_durably(path: Path, data: bytes) -> None:
+def _write(path: Path, data: bytes, *, durably: bool) -> None:
     """All of it under its name, or nothing."""
     draft = path.with_name(f"{path.name}.tmp")
     with draft.open("wb") as file:
         file.write(data)
         file.flush()
-        os.fsync(file.fileno())
+        if durably:
+            os.fsync(file.fileno())
     os.rename(draft, path)
 
 
