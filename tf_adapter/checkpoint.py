@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from zerohvd.checkpoint import ArraySource, Content, Reader, open_safetensors, together
-from zerohvd.checkpoint import save as save_content
+from zerohvd.checkpoint import ArraySource, Content, Reader, open_safetensors
+from zerohvd.checkpoint import Plan as SavePlan
+from zerohvd.checkpoint import save as save_planned
 from zerohvd.checkpoint.loading import check_together
 from zerohvd.checkpoint.managing import CheckpointManager as _CheckpointManager
 from zerohvd.keras import storing
@@ -42,8 +43,8 @@ def save(
             of rank 0 is stored.
         step: Of the training, for the manifest; default: `extra["step"]`, or the optimizer's.
     """
-    ranks, make = prepare_save(model, opt, extra, step=step)
-    save_content(Path(path), ranks, make)
+    ranks, plan = prepare_save(model, opt, extra, step=step)
+    save_planned(Path(path), ranks, plan)
 
 
 def prepare_save(
@@ -53,8 +54,8 @@ def prepare_save(
     *,
     step: int | None = None,
     metric: float | None = None,
-) -> tuple[Any, Callable[[], Content]]:
-    """Bring the ranks together; returns what gives this rank's part of the checkpoint."""
+) -> tuple[Any, SavePlan]:
+    """The ranks, and how this one comes to its part of the checkpoint."""
     optimizer = _optimizer(model, opt, "zero.save")
     ranks = ranks_of(model) if optimizer is None or optimizer.step is None else _ranks(optimizer)
     made: list[Holdings] = []
@@ -65,9 +66,7 @@ def prepare_save(
         made.append(Holdings(model, optimizer))
         return made[0].sums()
 
-    _, sums = together(ranks, "variables", look)
-
-    def make() -> Content:
+    def make(sums: list[dict[str, int]]) -> Content:
         return storing.content(
             made[0],
             extra=extra,
@@ -77,7 +76,7 @@ def prepare_save(
             rank=ranks.rank,
         )
 
-    return ranks, make
+    return ranks, SavePlan(look, make)
 
 
 def load(

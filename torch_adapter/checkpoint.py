@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from zerohvd.checkpoint import ArraySource, Content, Reader, open_safetensors, together
-from zerohvd.checkpoint import save as save_content
+from zerohvd.checkpoint import Plan as SavePlan
+from zerohvd.checkpoint import save as save_planned
 from zerohvd.checkpoint.loading import check_together
 from zerohvd.torch import accumulation, rng, storing
 from zerohvd.torch.collectives import LocalCollectives, TorchCollectives, join
@@ -47,10 +48,10 @@ def save(
         scaler: A GradScaler.
         step: Of the training, for the manifest; default: `extra["step"]`, or the optimizer's.
     """
-    ranks, make = prepare_save(
+    ranks, plan = prepare_save(
         model, opt, extra, scheduler=scheduler, scaler=scaler, step=step
     )
-    save_content(Path(path), ranks, make)
+    save_planned(Path(path), ranks, plan)
 
 
 def prepare_save(
@@ -62,20 +63,18 @@ def prepare_save(
     scaler: Any = None,
     step: int | None = None,
     metric: float | None = None,
-) -> tuple[TorchCollectives | LocalCollectives, Callable[[], Content]]:
-    """Bring the ranks together; returns what gives this rank's part of the checkpoint."""
+) -> tuple[TorchCollectives | LocalCollectives, SavePlan]:
+    """Bring the ranks together; returns how this one comes to its part of the checkpoint."""
     holder = owner(model, opt, "zero.save")
     ranks = _meet(holder, SAVE)
     held = Holdings(model, holder)
 
-    def sums() -> list[int]:
+    def look() -> list[int]:
         for section in held.sections:
             section.refresh_masters()
         return storing.buffer_sums(held)
 
-    _, buffer_sums = together(ranks, "buffers", sums)
-
-    def make() -> Content:
+    def make(buffer_sums: list[list[int]]) -> Content:
         shared = {
             "extra": extra,
             "schedulers": [s.state_dict() for s in _several(scheduler)],
@@ -87,7 +86,7 @@ def prepare_save(
             held, opt, shared=shared, step=counted, buffer_sums=buffer_sums, rank=ranks.rank
         )
 
-    return ranks, make
+    return ranks, SavePlan(look, make)
 
 
 def load(
@@ -268,8 +267,9 @@ def _meet(opt: ZeroOptimizer | None, doing: int) -> TorchCollectives | LocalColl
     opt._entry.check()  # of a step under way
     opt._entry.open(doing, opt._params())
     opt._entry.check()
-    together(opt.collectives, "pause", lambda: accumulation.check(opt))
-    accumulation.pause(opt)
+    if opt._entered:  # on all ranks alike, as they have just compared
+        together(opt.collectives, "pause", lambda: accumulation.check(opt))
+        accumulation.pause(opt)
     units = getattr(opt, "units", None)
     if units is not None:
         units.settle()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from zerohvd.checkpoint import Content, Entry, Reader, Want, save, together
+from zerohvd.checkpoint import Content, Entry, Plan, Reader, Want, save, together
 from zerohvd.collectives import Collectives
 from zerohvd.layout import Layout, ParamSpec, Span, build_layout
 
@@ -55,9 +55,14 @@ def content(layout: Layout, rank: int, values: dict[str, np.ndarray], step: int)
     return Content("numpy", entries, named, {"version": step}, {"rank": rank}, step)
 
 
+def planned(make) -> Plan:
+    """The plan of a rank that need not know what the others have."""
+    return Plan(lambda: None, lambda said: make())
+
+
 def store(path: Path, collectives: Collectives, layout: Layout, version: int) -> None:
     values = values_of(layout, version)
-    save(path, collectives, lambda: content(layout, collectives.rank, values, version))
+    save(path, collectives, planned(lambda: content(layout, collectives.rank, values, version)))
 
 
 def fetch(path: Path, collectives: Collectives, layout: Layout) -> dict[str, list]:

@@ -12,7 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_cases import assert_holds, content, fetch, some_layout, store, values_of
+from checkpoint_cases import (
+    assert_holds,
+    content,
+    fetch,
+    planned,
+    some_layout,
+    store,
+    values_of,
+)
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -164,7 +172,7 @@ def test_an_error_while_collecting_the_state_reaches_all_ranks(tmp_path):
 
     def attempt(collectives):
         try:
-            save(tmp_path / "a", collectives, lambda: make(collectives.rank))
+            save(tmp_path / "a", collectives, planned(lambda: make(collectives.rank)))
         except TypeError as error:
             said.append(str(error))
 

@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from checkpoint_cases import content, fetch, some_layout, values_of
+from checkpoint_cases import content, fetch, planned, some_layout, values_of
 
 from zerohvd.checkpoint import CheckpointError
 from zerohvd.checkpoint import writer as writing
@@ -34,7 +34,7 @@ def run(folder, steps, metrics=None, **options):
         for step in steps:
             metric = metrics[step] if metrics else None
             manager.save(
-                step, collectives, lambda s=step, m=metric: make(collectives.rank, s, m)
+                step, collectives, planned(lambda s=step, m=metric: make(collectives.rank, s, m))
             )
         manager.wait(collectives)
         return manager
@@ -80,7 +80,7 @@ def test_saving_beside_the_training_returns_before_the_disk_is_done(tmp_path, mo
     layout = some_layout(1)
     manager = Manager(tmp_path, Policy(), asynchronous=True)
     values = values_of(layout, 1)
-    manager.save(1, ranks, lambda: content(layout, 0, values, 1))
+    manager.save(1, ranks, planned(lambda: content(layout, 0, values, 1)))
     for value in values.values():
         value.fill(0)  # the training goes on
     assert manager.latest() is None
@@ -96,7 +96,7 @@ def test_a_checkpoint_is_complete_without_another_call(tmp_path):
     ranks = SingleProcess()
     manager = Manager(tmp_path, Policy(), asynchronous=True)
     layout = some_layout(1)
-    manager.save(1, ranks, lambda: content(layout, 0, values_of(layout, 1), 1))
+    manager.save(1, ranks, planned(lambda: content(layout, 0, values_of(layout, 1), 1)))
     deadline = time.monotonic() + 20
     while manager.latest() is None:
         assert time.monotonic() < deadline
@@ -119,7 +119,7 @@ def test_errors_of_the_thread_surface_on_all_ranks(tmp_path, monkeypatch, rank, 
 
     def train(collectives):
         manager = Manager(tmp_path, Policy(), asynchronous=True)
-        manager.save(2, collectives, lambda: make(collectives.rank, 2))
+        manager.save(2, collectives, planned(lambda: make(collectives.rank, 2)))
         try:
             manager.wait(collectives)
         except CheckpointError as error:
@@ -137,11 +137,11 @@ def test_one_save_is_under_way_at_most(tmp_path, monkeypatch):
     running, most = [0], [0]
     plain = writing.Draft.write
 
-    def write(self, given):
+    def write(self, planned):
         running[0] += 1
         most[0] = max(most[0], running[0])
         time.sleep(0.02)
-        plain(self, given)
+        plain(self, planned)
         running[0] -= 1
 
     monkeypatch.setattr(writing.Draft, "write", write)
@@ -149,7 +149,8 @@ def test_one_save_is_under_way_at_most(tmp_path, monkeypatch):
     layout = some_layout(1)
     manager = Manager(tmp_path, Policy(keep=None), asynchronous=True)
     for step in range(1, 6):
-        manager.save(step, ranks, lambda s=step: content(layout, 0, values_of(layout, s), s))
+        plan = planned(lambda s=step: content(layout, 0, values_of(layout, s), s))
+        manager.save(step, ranks, plan)
     manager.wait(ranks)
     assert most[0] == 1 and list(checkpoints(tmp_path)) == [1, 2, 3, 4, 5]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_cases import some_layout, store, values_of
+from checkpoint_cases import planned, some_layout, store, values_of
 
 from zerohvd.checkpoint import Content, Entry, Reader, save
 from zerohvd.cli import main
@@ -100,7 +100,7 @@ def test_consolidate_needs_little_memory(tmp_path, suffix):
         Entry("param", f"w{i}", "float32", (numel,), Span(0, numel), np.full(numel, i, np.float32))
         for i in range(8)
     ]
-    save(tmp_path / "a", SingleProcess(), lambda: Content("torch", entries, state={}))
+    save(tmp_path / "a", SingleProcess(), planned(lambda: Content("torch", entries, state={})))
     code = (
         "import resource, sys\n"
         "from pathlib import Path\n"

@@ -15,7 +15,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,16 +123,22 @@ class Manager:
 
     # -- saving -----------------------------------------------------------------------------------
 
-    def save(self, step: int, collectives: Collectives, make: Callable[[], Content]) -> Path:
-        """Store `make()` as the checkpoint of `step`; all ranks must call it."""
+    def save(self, step: int, collectives: Collectives, plan: writer.Plan) -> Path:
+        """Store the checkpoint of `step`; all ranks must call it."""
         self.wait(collectives)
         path = self.path(step)
         if not self.asynchronous:
-            writer.save(path, collectives, make)
+            writer.save(path, collectives, plan)
             self._tidy(collectives)
             return path
-        draft, content = writer.begin(path, collectives, lambda: make().copied())
-        self._under_way = _Write(draft, content)
+        draft, said = writer.begin(path, collectives, plan)
+        copies: list[Content] = []
+        try:
+            together(collectives, "copy", lambda: copies.append(plan.make(said).copied()))
+        except Exception:
+            draft.discard()
+            raise
+        self._under_way = _Write(draft, copies[0])
         return path
 
     def wait(self, collectives: Collectives) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import abc
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from zerohvd.checkpoint.entries import Content
 from zerohvd.checkpoint.errors import together
 from zerohvd.checkpoint.manager import Manager, Policy, check_metric
+from zerohvd.checkpoint.writer import Plan
 from zerohvd.collectives import Collectives
 
 Self = TypeVar("Self", bound="CheckpointManager")
@@ -57,8 +56,8 @@ class CheckpointManager(abc.ABC):
     @abc.abstractmethod
     def _prepare(
         self, model: Any, opt: Any, extra: Any, **options: Any
-    ) -> tuple[Collectives, Callable[[], Content]]:
-        """Bring the ranks together; what gives this rank's part of the checkpoint."""
+    ) -> tuple[Collectives, Plan]:
+        """Bring the ranks together; how this one comes to its part of the checkpoint."""
 
     @abc.abstractmethod
     def _load(self, path: Path, model: Any, opt: Any, **options: Any) -> Any:
@@ -120,11 +119,11 @@ class CheckpointManager(abc.ABC):
             **options: Of `zero.save`.
         """
         self.wait()
-        ranks, make = self._prepare(
+        ranks, plan = self._prepare(
             model, opt, extra, step=step, metric=check_metric(metric), **options
         )
         self._adopt(ranks)
-        return self._manager.save(step, ranks, make)
+        return self._manager.save(step, ranks, plan)
 
     def restore(
         self,

@@ -42,42 +42,54 @@ _FLUSH_BYTES = 16 << 20
 _VISIBLE_SECONDS = 30.0
 
 
-def save(path: Path, collectives: Collectives, make: Callable[[], Content]) -> None:
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a rank comes to what it stores. Errors of both are raised on all ranks.
+
+    Args:
+        look: What the other ranks must know first, as JSON can say it.
+        make: From what all ranks have said, in rank order: what this one stores.
+    """
+
+    look: Callable[[], Any]
+    make: Callable[[list[Any]], Content]
+
+
+def save(path: Path, collectives: Collectives, plan: Plan) -> None:
     """Store a checkpoint; all ranks must call it. Returns when it is complete and durable.
 
     Args:
         path: The folder to make. A checkpoint that is there is replaced once the new one stands.
         collectives: Joins the ranks that write.
-        make: What this rank stores; its errors, too, are raised on all ranks.
+        plan: What this rank stores.
     """
-    draft, content = begin(path, collectives, make)
+    draft, said = begin(path, collectives, plan)
     try:
-        together(collectives, "write", lambda: draft.write(content))
+        together(collectives, "write", lambda: draft.write(plan.make(said)))
         together(collectives, "publish", draft.publish)
     except Exception:
         draft.discard()
         raise
 
 
-def begin(
-    path: Path, collectives: Collectives, make: Callable[[], Content]
-) -> tuple[Draft, Content]:
-    """Agree on a new checkpoint, before anything is written into it."""
-    made: list[Content] = []
+def begin(path: Path, collectives: Collectives, plan: Plan) -> tuple[Draft, list[Any]]:
+    """Agree on a new checkpoint; returns what all ranks had to say for their plans."""
     own: list[str] = []
 
-    def act() -> str | None:
-        made.append(make())
-        own.extend([_make_folder(path)] if collectives.rank == 0 else [])
-        return own[0] if own else None
+    def act() -> dict[str, Any]:
+        said = plan.look()
+        if collectives.rank == 0:
+            own.append(_make_folder(path))
+        return {"id": own[0] if own else None, "said": said}
 
     try:
-        _, ids = together(collectives, "begin", act)
+        _, everyone = together(collectives, "begin", act)
     except Exception:
         for save_id in own:  # this rank was ready, but another was not
             shutil.rmtree(fmt.partial_path(path, save_id), ignore_errors=True)
         raise
-    return Draft(path, ids[0], collectives.rank, collectives.size), made[0]
+    draft = Draft(path, everyone[0]["id"], collectives.rank, collectives.size)
+    return draft, [one["said"] for one in everyone]
 
 
 def _make_folder(path: Path) -> str:
