@@ -82,7 +82,8 @@ def main() -> None:
     if "kill" in sys.argv:
         manager = zero.CheckpointManager(folder, keep=2, asynchronous="async" in sys.argv)
         done = (manager.restore(model, opt) or {"step": 0})["step"]
-        print(f"pid {hvd.rank()} {os.getpid()}", flush=True)
+        Path(f"{folder}.pids").mkdir(exist_ok=True)
+        Path(f"{folder}.pids", str(os.getpid())).touch()
         while True:
             done += 1
             step(done)

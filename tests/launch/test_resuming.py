@@ -6,10 +6,10 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -52,34 +52,33 @@ def test_killed_ranks_leave_checkpoints_that_can_be_loaded(tmp_path):
     reached = 0
     for kill in range(4):
         options = ["kill", "async"] if kill % 2 else ["kill"]
-        job = [sys.executable, str(JOB), "torch", "2", "0", str(tmp_path), *options]
-        _run_until_killed(job, rng)
-        found = checkpoints(tmp_path)
+        folder = tmp_path / "ckpt"
+        job = [sys.executable, str(JOB), "torch", "2", "0", str(folder), *options]
+        _run_until_killed(job, tmp_path / "ckpt.pids", rng)
+        found = checkpoints(folder)
         assert found and max(found) >= reached, (found, reached)
         reached = max(found)
         for path in found.values():
             assert not list(Reader.open(path).check_all())
 
 
-def _run_until_killed(job: list[str], rng: random.Random) -> None:
+def _run_until_killed(job: list[str], pids: Path, rng: random.Random) -> None:
     """Start two ranks, and kill -9 one of them while they train and save."""
+    shutil.rmtree(pids, ignore_errors=True)
     process = subprocess.Popen(
         mpirun_command(2, job),
         env=launch_environment(),
-        stdout=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        text=True,
         start_new_session=True,
     )
-    guard = threading.Timer(90, end_session, [process])
-    guard.start()
     try:
-        assert process.stdout is not None
-        pids = [int(next(line for line in process.stdout if line.startswith("pid")).split()[2])
-                for _ in range(2)]  # fmt: skip
+        deadline = time.monotonic() + 60
+        while not pids.is_dir() or len(list(pids.iterdir())) < 2:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
         time.sleep(rng.uniform(0.3, 1.5))
-        os.kill(rng.choice(pids), signal.SIGKILL)
+        os.kill(int(rng.choice(sorted(p.name for p in pids.iterdir()))), signal.SIGKILL)
         process.wait(60)
     finally:
-        guard.cancel()
         end_session(process)
