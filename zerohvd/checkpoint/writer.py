@@ -13,11 +13,13 @@ import datetime
 import json
 import math
 import os
+import queue
 import secrets
 import shutil
+import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from zerohvd.collectives import Collectives
 
 # The disk is told to start on what was written after so many bytes, while more is being prepared.
 _FLUSH_BYTES = 16 << 20
+_BLOCK_BYTES = 8 << 20
 # How long the first rank waits for the files of others to show up, on file systems that take
 # their time to show one machine what another has written.
 _VISIBLE_SECONDS = 30.0
@@ -241,13 +244,69 @@ def write_shard(
         {"format": fmt.FORMAT, "version": str(fmt.VERSION), "id": save_id, "rank": str(rank)},
     )
     parts: list[list[Any]] = []
-    with _Sink(path) as sink:
-        sink.write(memoryview(head))
-        for e in ordered:
-            offset, sums = sink.at, sink.write(e.read())
-            parts.append([e.key, e.dtype, list(e.shape), *e.span, offset, sums])
-        total = sink.at
+    with _Checksums() as sums:
+        with _Sink(path) as sink:
+            sink.write(memoryview(head))
+            for e in ordered:
+                data = e.read()
+                sums.add(data)
+                parts.append([e.key, e.dtype, list(e.shape), *e.span, sink.at])
+                sink.write(data)
+                if callable(e.data):
+                    sums.wait()  # its bytes are a copy: hold one of them at a time
+            total = sink.at
+        for part, found in zip(parts, sums.wait(), strict=True):
+            part.append(found)
     return ShardFile(path.name, rank, total, len(head), f"{zlib.crc32(head):08x}"), parts
+
+
+class _Checksums:
+    """Checksums of data, in a thread: a processor that waits for the disk has the time."""
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+        self._asked = 0
+        self._waiting: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = threading.Thread(
+            target=self._run, name="zerohvd checksums", daemon=True
+        )
+
+    def __enter__(self) -> _Checksums:
+        try:
+            assert self._thread is not None
+            self._thread.start()
+        except RuntimeError:
+            self._thread = None  # Python is about to end, and starts no more threads
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._thread is not None:
+            self._waiting.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (data := self._waiting.get()) is not None:
+            self._done.put(_checksums(data))
+
+    def add(self, data: memoryview) -> None:
+        self._asked += 1
+        if self._thread is None:
+            self._done.put(_checksums(data))
+        else:
+            self._waiting.put(data)
+
+    def wait(self) -> list[str]:
+        """Of everything that was added, in order."""
+        while len(self._found) < self._asked:
+            self._found.append(self._done.get())
+        return self._found
+
+
+def _checksums(data: memoryview) -> str:
+    """Eight hex digits per chunk."""
+    starts = range(0, len(data), fmt.CHUNK_BYTES)
+    return "".join(f"{zlib.crc32(data[i : i + fmt.CHUNK_BYTES]):08x}" for i in starts)
 
 
 class _Sink:
@@ -267,25 +326,14 @@ class _Sink:
         finally:
             os.close(self._fd)
 
-    def write(self, data: memoryview) -> str:
-        """Append; returns the checksums of the chunks."""
-        sums = []
-        for chunk in _chunks(data):
-            rest = chunk
-            while rest:
-                rest = rest[os.write(self._fd, rest) :]
-            # Now, while the chunk is in the processor's cache.
-            sums.append(f"{zlib.crc32(chunk):08x}")
-            self.at += len(chunk)
+    def write(self, data: memoryview) -> None:
+        while data:
+            count = os.write(self._fd, data[:_BLOCK_BYTES])
+            data = data[count:]
+            self.at += count
             if self.at - self._flushed >= _FLUSH_BYTES:
                 _start_flush(self._fd, self._flushed, self.at - self._flushed)
                 self._flushed = self.at
-        return "".join(sums)
-
-
-def _chunks(data: memoryview) -> Iterator[memoryview]:
-    for start in range(0, len(data), fmt.CHUNK_BYTES):
-        yield data[start : start + fmt.CHUNK_BYTES]
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
