@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from checkpoint_cases import content, fetch, planned, some_layout, values_of
@@ -170,3 +173,21 @@ def test_a_replaced_checkpoint_without_successor_is_kept(tmp_path):
     manager.clean()
     assert manager.latest() == tmp_path / "step-1"
     fetch(manager.latest(), SingleProcess(), some_layout(1))
+
+
+def test_a_script_that_just_ends_gets_its_last_checkpoint(tmp_path):
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from checkpoint_cases import content, planned, some_layout, values_of\n"
+        "from zerohvd.checkpoint.manager import Manager, Policy\n"
+        "from zerohvd.collectives import SingleProcess\n"
+        "layout = some_layout(1, scale=20_000)\n"
+        "plan = planned(lambda: content(layout, 0, values_of(layout, 1), 1))\n"
+        "Manager(Path(sys.argv[1]), Policy(), asynchronous=True).save(1, SingleProcess(), plan)\n"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parent, check=True,
+        timeout=60,
+    )  # fmt: skip
+    assert list(checkpoints(tmp_path)) == [1]
