@@ -108,11 +108,10 @@ def load(
         around = model.optimizer if unwrap(getattr(model, "optimizer", None)) else optimizer
         around.build(model.trainable_variables)
     ranks = ranks_of(model) if optimizer is None else _ranks(optimizer)
-    held = Holdings(model, optimizer)
     loading: list[_Loading] = []
 
     def check() -> str:
-        found = _Loading(Path(path), held, ranks, strict)
+        found = _Loading(Path(path), Holdings(model, optimizer), ranks, strict)
         found.source.check(found.plan.wants, ranks.rank, ranks.size)
         loading.append(found)
         return found.source.manifest.id

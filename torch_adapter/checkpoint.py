@@ -67,12 +67,13 @@ def prepare_save(
     """Bring the ranks together; returns how this one comes to its part of the checkpoint."""
     holder = owner(model, opt, "zero.save")
     ranks = _meet(holder, SAVE)
-    held = Holdings(model, holder)
+    found: list[Holdings] = []
 
     def look() -> list[int]:
-        for section in held.sections:
+        found.append(Holdings(model, holder))
+        for section in found[0].sections:
             section.refresh_masters()
-        return storing.buffer_sums(held)
+        return storing.buffer_sums(found[0])
 
     def make(buffer_sums: list[list[int]]) -> Content:
         shared = {
@@ -83,7 +84,7 @@ def prepare_save(
         }
         counted = storing.training_step(opt, extra, step)
         return storing.content(
-            held, opt, shared=shared, step=counted, buffer_sums=buffer_sums, rank=ranks.rank
+            found[0], opt, shared=shared, step=counted, buffer_sums=buffer_sums, rank=ranks.rank
         )
 
     return ranks, SavePlan(look, make)
@@ -117,11 +118,10 @@ def load(
     """
     holder = owner(model, opt, "zero.load")
     ranks = _meet(holder, LOAD)
-    held = Holdings(model, holder)
     loading: list[_Loading] = []
 
     def check() -> str:
-        found = _Loading(Path(path), held, opt, ranks)
+        found = _Loading(Path(path), Holdings(model, holder), opt, ranks)
         found.plan(strict, scheduler, scaler)
         found.source.check(found.wants, ranks.rank, ranks.size)
         loading.append(found)
