@@ -232,3 +232,14 @@ def test_kills_at_random_moments_lose_nothing(tmp_path):
     # The moments were spread over all there is to hit.
     assert told["unfinished"] > KILLS / 20 and told["versions"] > KILLS / 20
     np.testing.assert_equal(told["lost"], 0)
+
+
+def test_long_words_between_ranks_arrive_whole():
+    from zerohvd.checkpoint import together
+
+    def speak(collectives):
+        said = "x" * (5000 * collectives.rank)
+        return together(collectives, "test", lambda: said)[1]
+
+    for heard in ThreadWorld(3).run(speak):
+        assert [len(h) for h in heard] == [0, 5000, 10000]
