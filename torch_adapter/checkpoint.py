@@ -217,12 +217,11 @@ class _Loading:
             for act in self._plan.after:
                 act()
             if opt is not None:
-                opt._gather()
+                _publish(opt)
                 opt._loads += 1
                 if getattr(opt, "offload", None) is not None:
                     opt._absorb()
-            else:
-                torch.autograd.graph.increment_version(list(self._held.params.values()))
+            torch.autograd.graph.increment_version(list(self._held.params.values()))
             if self._resumption is not None:
                 self._resumption.apply(self._held)
         for path, module in self._held.modules_with_extra_state():
@@ -235,6 +234,13 @@ class _Loading:
         if restore_rng and "rng" in self._own:
             rng.restore(self._own["rng"])
         return self._state.get("extra")
+
+
+def _publish(opt: ZeroOptimizer) -> None:
+    """Give every rank the parameters whose shards have been loaded."""
+    under_way = [h for section in opt._sections for h in section.gather_start(section.buckets)]
+    for handle in under_way:
+        handle.wait()
 
 
 def _drop_gradients(opt: ZeroOptimizer) -> None:
