@@ -219,8 +219,7 @@ class _Loading:
             if opt is not None:
                 opt._gather()
                 opt._loads += 1
-                if getattr(opt, "offload", None) is not None:
-                    opt._absorb()
+                opt._absorb()
             else:
                 torch.autograd.graph.increment_version(list(self._held.params.values()))
             if self._resumption is not None:
