@@ -229,7 +229,7 @@ class _Recorder(TorchDispatchMode):
 
 
     def _scratch_of(self, nbytes: int) -> pages.Range | pages.Resized:
-        if self._scratch is None or self._scratch.nbytes < nbytes:
+        if self._scratch is None or self._scratch.tensor.numel() < nbytes:
             self.drop_scratch()
             self._scratch = pages.make(nbytes, torch.device("cpu"))
             self._scratch.allocate()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import sys
 
 import torch
@@ -18,6 +19,7 @@ _NO_ACCESS = 0
 _DONTNEED = 4
 _HUGE_PAGES = 14
 _HUGE = 2 << 20
+_FIXED, _NORESERVE = 0x10, 0x4000
 _MOVE = 1 | 2 | 4  # may move, to a fixed place, and the old range stays reserved
 
 
@@ -28,6 +30,8 @@ def _libc() -> ctypes.CDLL | None:
     libc.mremap.restype = ctypes.c_void_p
     address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     libc.mremap.argtypes = [address, size, size, number, address]
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [address, size, number, number, number, ctypes.c_long]
     libc.mprotect.argtypes = [address, size, number]
     libc.madvise.argtypes = [address, size, number]
     return libc
@@ -41,7 +45,7 @@ class Range:
 
     def __init__(self, nbytes: int, pool: Pool) -> None:
         self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
         held = mmap.mmap(-1, self.nbytes + _HUGE, flags=flags, prot=_READ_WRITE)
         # The tensor keeps the mapping alive, and views of it keep the tensor's storage.
         first = torch.frombuffer(held, dtype=torch.uint8).data_ptr()
@@ -94,15 +98,16 @@ class Pool:
         if range_ in self._idle:
             self._idle.remove(range_)
             return
-        LIBC.mprotect(range_.address, range_.nbytes, _READ_WRITE)
-        if not self._idle:
-            return
-        donor = min(self._idle, key=lambda r: abs(r.nbytes - range_.nbytes))
-        self._idle.remove(donor)
-        size = min(donor.nbytes, range_.nbytes)
-        # If the kernel cannot, the range gets fresh pages as it touches them.
-        LIBC.mremap(donor.address, size, size, _MOVE, range_.address)
-        _empty(donor)
+        if self._idle:
+            donor = min(self._idle, key=lambda r: abs(r.nbytes - range_.nbytes))
+            self._idle.remove(donor)
+            size = min(donor.nbytes, range_.nbytes)
+            moved = LIBC.mremap(donor.address, size, size, _MOVE, range_.address)
+            _empty(donor)
+            if moved != range_.address:
+                _map_again(range_)  # the range may be gone by now; its pages are fresh ones
+        if LIBC.mprotect(range_.address, range_.nbytes, _READ_WRITE):
+            raise _no_memory(range_)
 
     def trim(self) -> None:
         """Give all that is idle back to the system."""
@@ -119,6 +124,19 @@ def _empty(range_: Range) -> None:
     assert LIBC is not None
     LIBC.madvise(range_.address, range_.nbytes, _DONTNEED)
     LIBC.mprotect(range_.address, range_.nbytes, _NO_ACCESS)
+
+
+def _map_again(range_: Range) -> None:
+    assert LIBC is not None
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED | _NORESERVE
+    found = LIBC.mmap(range_.address, range_.nbytes, _NO_ACCESS, flags, -1, 0)
+    if found != range_.address:
+        raise _no_memory(range_)
+
+
+def _no_memory(range_: Range) -> MemoryError:
+    error = os.strerror(ctypes.get_errno())
+    return MemoryError(f"cannot get {range_.nbytes} bytes for gathered parameters: {error}")
 
 
 class Resized:
