@@ -269,9 +269,8 @@ def _meet(opt: ZeroOptimizer | None, doing: int) -> TorchCollectives | LocalColl
     if opt._entered:  # on all ranks alike, as they have just compared
         together(opt.collectives, "pause", lambda: accumulation.check(opt))
         accumulation.pause(opt)
-    units = getattr(opt, "units", None)
-    if units is not None:
-        units.settle()
+    if opt.units is not None:
+        opt.units.settle()
     return opt.collectives
 
 

@@ -106,7 +106,7 @@ class Holdings:
         """(layout, shard of a bucket, params, section) of everything that is sharded."""
         for number, section in enumerate(self.sections):
             yield section.layout, section.param_shard, section.params, number
-        units = getattr(self.opt, "units", None)
+        units = None if self.opt is None else self.opt.units
         for unit in units.all if units is not None else ():
             for part in unit.parts:
                 if not any(part is section.flat for section in self.sections):

@@ -23,7 +23,7 @@ from zerohvd.launching import end_session, launch, launch_environment, mpirun_co
 JOB = Path(__file__).with_name("resuming_job.py")
 # One stretch of training each: ranks, stage.
 WAY = {
-    "torch": [(2, 1), (3, 2), (1, 2), (4, 0)],
+    "torch": [(2, 1), (3, 3), (1, 2), (4, 3)],
     "keras": [(2, 1), (3, 2), (1, 2), (4, 0)],
 }
 STEPS = 5
