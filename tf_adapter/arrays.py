@@ -54,7 +54,7 @@ def reshape_like(x, like):
 def sum_parts(x, n: int):
     """The sum of the `n` equal parts that `x` is a concatenation of, added in their order."""
     # Slices share memory where tf.split copies; add_n's order is not documented, a chain's is.
-    length = numel(x) // n
+    length = x.shape[0] // n  # rows: x may have more dimensions
     total = x[:length]
     for part in range(1, n):
         total = total + x[part * length : (part + 1) * length]
