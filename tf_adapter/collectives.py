@@ -255,7 +255,9 @@ class Wire:
         splits = [0 if rank == self.rank else length for rank, length in enumerate(lengths)]
         received = self._alltoall(sent, splits, name)
         received.set_shape([own])
-        return _wide(received) + _wide(x[start : start + own])
+        # An addition may put its result where either operand was, and then one part would keep all
+        # of `x` in memory. A bias is never overwritten.
+        return tf.nn.bias_add(_wide(received)[None], _wide(x[start : start + own]))[0]
 
     def _add_in_rounds(self, x: Any, lengths: Sequence[int], name: str) -> Any:
         """Exchange no more at a time than makes every rank receive about as much as it sends.

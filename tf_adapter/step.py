@@ -10,7 +10,7 @@ A branch that holds a collective is only ever taken on a value that all ranks sh
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -22,9 +22,11 @@ from zerohvd.keras.collectives import Wire
 from zerohvd.keras.pieces import PieceVariable, tf_variable
 from zerohvd.layout import Bucket, Layout
 
-# So many buckets are being reduced at a time, and so many are gathered and not yet variables:
-# TensorFlow runs whatever can run, and would hold a copy of all gradients on their way.
+# TensorFlow runs whatever can run, and would hold a copy of all gradients on their way. So many
+# buckets are under way at a time, once so many bytes of gradients (in buckets) have been freed that
+# there is room for them; before that, one after the other.
 IN_FLIGHT = 2
+ROOM = 3
 
 
 class Step:
@@ -65,6 +67,7 @@ class Step:
                     for v in variables
                 ]
         self._heads: list[Any] = []
+        self._early = _early(layout)
         self._turn = _Turn()
         # Which parameters get gradients; fixed by the first step, when all ranks compare theirs.
         self.present: frozenset[int] | None = None
@@ -171,23 +174,31 @@ class Step:
         rate = self._learning_rate()
         self._turn = _Turn()
         for bucket in self.layout.buckets:
-            with _few(updated), tf.control_dependencies(gradients.to_wait_for(reduced)):
+            with self._few(updated), tf.control_dependencies(gradients.to_wait_for(reduced)):
                 reduced = self._reduce(bucket, grads, factor, scale)
             reduced = clipping.by_value(reduced, self.inner)
             indices = self._pieces_of[bucket.index]
-            with _few(done), tf.control_dependencies(gradients.first_of(reduced)):
+            with self._few(done), tf.control_dependencies(gradients.first_of(reduced)):
                 self._update_pieces(indices, reduced, rate)
             updated.append([self.pieces[i].read_value() for i in indices])
-            with _few(done):
+            # Two at a time would make Horovod fuse them, in a buffer of 128 MiB by default.
+            with tf.control_dependencies(gradients.to_wait_for(done[-1:])):
                 done.append(self._gather(bucket, assembled))
         return done
+
+    def _few(self, started: Sequence[Any]) -> Any:
+        """What is made inside waits until few enough of those that were `started` before it, one
+        per bucket, are under way."""
+        ahead = 1 if len(started) < self._early else IN_FLIGHT
+        last = started[len(started) - ahead :][:1] if len(started) >= ahead else []
+        return tf.control_dependencies(gradients.to_wait_for(last))
 
     def _reduce_all(self, grads: Sequence[Any], factor: Any, scale: Any) -> list[Any]:
         """A gradient per piece."""
         reduced: list[Any] = [None] * len(self.pieces)
         before: list[Any] = []
         for bucket in self.layout.buckets:
-            with _few(before):
+            with self._few(before):
                 found = self._reduce(bucket, grads, factor, scale)
             before.append(found)
             for index, grad in zip(self._pieces_of[bucket.index], found, strict=True):
@@ -199,28 +210,37 @@ class Step:
         pieces = [self.pieces[i] for i in self._pieces_of[bucket.index]]
         wire_dtype = tf.as_dtype(self.config.reduce_dtype or bucket.dtype)
         slot = bucket.slots[0]
+
+        def mean(total: Any) -> Any:
+            if not pieces:
+                return total
+            total = tf.cast(total, pieces[0].dtype)
+            total = total if factor is None else total * tf.cast(factor, total.dtype)
+            return total if scale is None else total / tf.cast(scale, total.dtype)
+
         if sparse.applies(bucket, self.layout.params[slot.param], grads[slot.param]):
             found = sparse.reduce(
                 self.wire,
                 self._name(bucket, "sparse"),
                 gradients.cast(grads[slot.param], wire_dtype),
                 pieces[0].piece.param_span if pieces else None,
-                lambda: self._reduce_dense(bucket, grads, wire_dtype, pieces),
+                lambda: self._reduce_dense(bucket, grads, wire_dtype, pieces, lambda g: g),
             )
+            found = [mean(g) for g in found]
         else:
-            found = self._reduce_dense(bucket, grads, wire_dtype, pieces)
-        out = []
-        for piece, grad in zip(pieces, found, strict=True):
-            if piece.piece.param not in self.present:
-                out.append(None)
-                continue
-            grad = tf.reshape(tf.cast(grad, piece.dtype), piece.shape)
-            grad = grad if factor is None else grad * tf.cast(factor, piece.dtype)
-            out.append(grad if scale is None else grad / tf.cast(scale, piece.dtype))
-        return out
+            found = self._reduce_dense(bucket, grads, wire_dtype, pieces, mean)
+        return [
+            tf.reshape(grad, piece.shape) if piece.piece.param in self.present else None
+            for piece, grad in zip(pieces, found, strict=True)
+        ]
 
     def _reduce_dense(
-        self, bucket: Bucket, grads: Sequence[Any], dtype: Any, pieces: Sequence[PieceVariable]
+        self,
+        bucket: Bucket,
+        grads: Sequence[Any],
+        dtype: Any,
+        pieces: Sequence[PieceVariable],
+        mean: Callable[[Any], Any],
     ) -> list[Any]:
         flats = {
             slot.param: tf.reshape(gradients.dense(grads[slot.param]), [-1])
@@ -229,7 +249,7 @@ class Step:
         }
         if self.wire.size == 1:
             return [
-                buffers.cut(flats[p.piece.param], p.piece.param_span)
+                mean(buffers.cut(flats[p.piece.param], p.piece.param_span))
                 if p.piece.param in flats
                 else tf.zeros(p.shape, p.dtype)
                 for p in pieces
@@ -244,6 +264,8 @@ class Step:
             reduced = self.wire.reducescatter(packed, lengths, self._name(bucket, "reducescatter"))
         if not pieces:
             self.wire.keep(reduced)
+        # Of the whole, which can be changed in place; a part of it could not.
+        reduced = mean(reduced)
         start = bucket.span(self.rank).start
         return [buffers.cut(reduced, p.piece.bucket_span.shift(-start)) for p in pieces]
 
@@ -300,9 +322,10 @@ class Step:
         done: list[Any] = []
         for bucket in self.layout.buckets:
             indices = self._pieces_of[bucket.index]
-            with _few(done):
+            with self._few(done):
                 if not self._one_call:
                     self._update_pieces(indices, [grads[i] for i in indices], rate)
+            with tf.control_dependencies(gradients.to_wait_for(done[-1:])):
                 done.append(self._gather(bucket, assembled))
         return done
 
@@ -387,34 +410,36 @@ class Step:
         return f"{self.wire.prefix}/b{bucket.index}/{op}/{_op_name(first)}"
 
 
-def _few(started: Sequence[Any]) -> Any:
-    """What is made inside waits until no more than `IN_FLIGHT` are under way, itself included."""
-    return tf.control_dependencies(gradients.to_wait_for(started[-IN_FLIGHT : 1 - IN_FLIGHT]))
+def _early(layout: Layout) -> int:
+    """How many buckets go one after the other, until there is room for more at a time."""
+    sizes = [b.padded * tf.as_dtype(b.dtype).size for b in layout.buckets]
+    freed = 0
+    for index, size in enumerate(sizes):
+        if freed >= ROOM * max(sizes):
+            return index
+        freed += size
+    return len(sizes)
 
 
 class _Turn:
-    """Lets the inner optimizer update one bucket after the other.
+    """Lets the inner optimizer update one piece after the other.
 
-    An update takes several times the memory of what it updates, and TensorFlow would run those of
-    all buckets side by side.
+    An update takes several times the memory of what it updates, and TensorFlow would run all of
+    them side by side.
     """
 
     def __init__(self) -> None:
         self._before: list[Any] = []
-        self._now: list[Any] = []
-        self._bucket = -1
 
     @contextlib.contextmanager
     def taken_by(self, inner: Any) -> Iterator[None]:
         update = inner.update_step
 
         def update_step(grad: Any, piece: PieceVariable, rate: Any) -> None:
-            if piece.piece.bucket != self._bucket:
-                self._before, self._now, self._bucket = self._now, [], piece.piece.bucket
             with tf.control_dependencies(gradients.to_wait_for(self._before)):
                 inner._apply_weight_decay([piece])
                 update(grad, piece, rate)
-            self._now.append(piece.read_value())
+            self._before = [piece.read_value()]
 
         inner.update_step = update_step
         try:

@@ -24,7 +24,7 @@ def _exists(names):
     return [n for n in names if hasattr(keras.optimizers, n)]
 
 
-@pytest.mark.parametrize("name", world.few(_exists(FLAT), "Adam Nadam"))
+@pytest.mark.parametrize("name", _exists(FLAT))
 def test_elementwise_optimizers_are_cut_flat(name):
     def make():
         return getattr(keras.optimizers, name)(learning_rate=0.01)
@@ -35,7 +35,7 @@ def test_elementwise_optimizers_are_cut_flat(name):
     world.assert_ranks_agree(got)
 
 
-@pytest.mark.parametrize("name", world.few(_exists(WHOLE), "Lamb"))
+@pytest.mark.parametrize("name", _exists(WHOLE))
 def test_whole_tensor_optimizers_keep_variables_whole(name):
     def make():
         return getattr(keras.optimizers, name)(learning_rate=0.01)
@@ -95,4 +95,4 @@ def test_equals_one_process_on_the_union_of_the_batches():
     alone = world.loop(world.make_model(), make(), reduce=False, data=world.union)
     got, _ = world.sharded(make)
     # Means over different batches round differently, and Adam divides by their size.
-    world.assert_same(got, alone, bitwise=False, tolerance=2e-5)
+    world.assert_same(got, alone, bitwise=False, tolerance=5e-6)
