@@ -31,9 +31,3 @@ def shared_folder():
     hvd.barrier()
     if hvd.rank() == 0:
         shutil.rmtree(path)
-
-
-def pytest_collection_modifyitems(items):
-    """Mistakes come last: what they leave under way on some ranks is a stall to Horovod, which
-    ends the job when it has lasted for long enough."""
-    items.sort(key=lambda item: item.path.name == "test_torch_mistakes.py")
