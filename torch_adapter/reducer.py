@@ -15,12 +15,12 @@ from zerohvd.torch import arrays
 from zerohvd.torch.buffers import zero_padding
 from zerohvd.torch.collectives import Exchange, LocalCollectives, TorchCollectives
 
-# A bucket of the user's travels in this many parts, each a bucket of the layout. Of these, three
-# may be on their way while one is filled: full gradients of two buckets at most. Smaller parts cost
+# A bucket of the user's travels in this many parts, each a bucket of the layout. Of these, two may
+# be on their way while one is filled: full gradients of less than two buckets. Smaller parts cost
 # more than they hide: where ranks and Horovod's threads share the cores, every collective waits for
 # the scheduler several times.
 PARTS_PER_BUCKET = 2
-IN_FLIGHT = 2 * PARTS_PER_BUCKET - 1
+IN_FLIGHT = 2 * PARTS_PER_BUCKET - 2
 
 # Elements that are added up and scaled at a time, before they leave the processor's cache.
 _CACHED = 1 << 17
