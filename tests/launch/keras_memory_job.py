@@ -8,12 +8,17 @@ import os
 import re
 import sys
 import tempfile
+import traceback
 
 LOG = tempfile.NamedTemporaryFile()  # noqa: SIM115 - the log lives as long as the process
 os.environ["TF_CPP_VMODULE"] = "log_memory=2"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
 SPOKEN = os.dup(2)
 os.dup2(LOG.fileno(), 2)
+# Or nobody would learn of an error: standard error is the log.
+sys.excepthook = lambda *error: os.write(
+    SPOKEN, "".join(traceback.format_exception(*error)).encode()
+)
 
 import horovod.tensorflow as hvd  # noqa: E402
 import keras  # noqa: E402
