@@ -11,8 +11,13 @@ from zerohvd.errors import DisagreementError
 from zerohvd.torch.collectives import Handle, LocalCollectives, TorchCollectives
 
 STEP, STATE, GROUP, SAVE, LOAD = 1, 2, 3, 4, 5
-_DOINGS = {STEP: "backward() or step()", STATE: "state_dict()", GROUP: "add_param_group()"}
-_DOINGS |= {SAVE: "zero.save()", LOAD: "zero.load()"}
+_DOINGS = {
+    STEP: "backward() or step()",
+    STATE: "state_dict()",
+    GROUP: "add_param_group()",
+    SAVE: "zero.save()",
+    LOAD: "zero.load()",
+}
 
 
 class Entry:

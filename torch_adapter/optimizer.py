@@ -304,6 +304,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._synchronized:
             return
         self._send_rest()
+        self._await_reduced()
+
+    def _await_reduced(self) -> None:
         for section in self._sections:
             section.reducer.finish()
             section.reducer.drop_full()
@@ -409,7 +412,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not self._synchronized:
             self._send_rest()
             if self._weight is not None:
-                self.synchronize()  # the sum of all weights is needed before any update
+                self._await_reduced()  # the sum of all weights is needed before any update
         self._sentinel.grad = None
         planned = waves.plan(self._sections, self.inner, self.offload)
         waves.run(planned, self.inner, self.offload, synchronized=self._synchronized)
