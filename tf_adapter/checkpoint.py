@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,13 @@ import numpy as np
 from zerohvd.checkpoint import ArraySource, Content, Reader, open_safetensors
 from zerohvd.checkpoint import Plan as SavePlan
 from zerohvd.checkpoint import save as save_planned
-from zerohvd.checkpoint.loading import check_together
+from zerohvd.checkpoint.format import absolute
+from zerohvd.checkpoint.loading import read_together, states, training_step
 from zerohvd.checkpoint.managing import CheckpointManager as _CheckpointManager
-from zerohvd.keras import storing
+from zerohvd.keras import entry, storing
 from zerohvd.keras.holdings import Holdings
 from zerohvd.keras.keras_hooks import ranks_of, unwrap
-from zerohvd.keras.plain_files import open_weights_h5
+from zerohvd.keras.plain_files import open_weights
 from zerohvd.keras.restoring import Plan
 
 
@@ -43,8 +43,9 @@ def save(
             of rank 0 is stored.
         step: Of the training, for the manifest; default: `extra["step"]`, or the optimizer's.
     """
+    folder = absolute(path)
     ranks, plan = prepare_save(model, opt, extra, step=step)
-    save_planned(Path(path), ranks, plan)
+    save_planned(folder, ranks, plan)
 
 
 def prepare_save(
@@ -55,9 +56,9 @@ def prepare_save(
     step: int | None = None,
     metric: float | None = None,
 ) -> tuple[Any, SavePlan]:
-    """The ranks, and how this one comes to its part of the checkpoint."""
+    """Bring the ranks together; returns how this one comes to its part of the checkpoint."""
     optimizer = _optimizer(model, opt, "zero.save")
-    ranks = ranks_of(model) if optimizer is None or optimizer.step is None else _ranks(optimizer)
+    ranks = _meet(model, optimizer, entry.SAVE)
     made: list[Holdings] = []
 
     def look() -> dict[str, int]:
@@ -66,11 +67,14 @@ def prepare_save(
         made.append(Holdings(model, optimizer))
         return made[0].sums()
 
+    def counted() -> int | None:
+        return None if optimizer is None else int(np.asarray(optimizer.iterations))
+
     def make(sums: list[dict[str, int]]) -> Content:
         return storing.content(
             made[0],
             extra=extra,
-            step=_step(optimizer, extra, step),
+            step=training_step(extra, step, counted),
             metric=metric,
             sums=sums,
             rank=ranks.rank,
@@ -94,29 +98,30 @@ def load(
     ranks raise the same error and nothing has been loaded.
 
     Args:
-        path: A checkpoint; or plain weights: a .weights.h5 or .safetensors file. These have no
-            optimizer state: it stays as it is.
+        path: A checkpoint; or plain weights: a .weights.h5, .keras or .safetensors file. Of these
+            only the weights are loaded: the optimizer's state stays as it is.
         model: The model, built.
         opt: Its optimizer; that which the model was compiled with unless given.
         strict: Whether variables in checkpoint and model must be the same.
         restore_rng: Set the random number generators, if the number of ranks is that of the save.
     """
+    folder = absolute(path)
     optimizer = _optimizer(model, opt, "zero.load")
     if not model.built:
         raise ValueError("the model is not built yet: call it on a batch, or model.build()")
     if optimizer is not None and optimizer.step is None:
         around = model.optimizer if unwrap(getattr(model, "optimizer", None)) else optimizer
         around.build(model.trainable_variables)
-    ranks = ranks_of(model) if optimizer is None else _ranks(optimizer)
+    ranks = _meet(model, optimizer, entry.LOAD)
     loading: list[_Loading] = []
 
-    def check() -> str:
-        found = _Loading(Path(path), Holdings(model, optimizer), ranks, strict)
-        found.source.check(found.plan.wants, ranks.rank, ranks.size)
+    def read() -> str:
+        found = _Loading(folder, Holdings(model, optimizer), ranks, strict)
+        found.source.read(found.plan.wants, ranks.rank, ranks.size)
         loading.append(found)
         return found.source.manifest.id
 
-    check_together(ranks, path, check)
+    read_together(ranks, folder, read)
     return loading[0].apply(restore_rng=restore_rng)
 
 
@@ -126,11 +131,11 @@ def open_source(path: Path, held: Holdings) -> tuple[Reader | ArraySource, bool]
         return Reader.open(path), True
     if path.suffix == ".safetensors":
         return open_safetensors(path), False
-    if path.name.endswith(".weights.h5"):
-        return open_weights_h5(path, held.places), False
+    if path.name.endswith((".weights.h5", ".keras")):
+        return open_weights(path, held.places), False
     raise ValueError(
-        f"{path} is neither a checkpoint's folder nor a file of weights: .weights.h5 or "
-        ".safetensors. Of a .keras file, keras.models.load_model makes a model"
+        f"{path} is neither a checkpoint's folder nor a file of weights: .weights.h5, .keras or "
+        ".safetensors"
     )
 
 
@@ -143,20 +148,14 @@ class _Loading:
         self._state: dict[str, Any] = {}
         self._own: dict[str, Any] = {}
         if self.complete:
-            if manifest.framework != "keras":
-                raise ValueError(
-                    f"the checkpoint was saved by {manifest.framework}, not by keras. "
-                    "`zerohvd checkpoint consolidate` makes plain weights of it"
-                )
             assert isinstance(self.source, Reader)
-            self._state = self.source.decode(manifest.state, storing.SHARED)
-            if ranks.rank < len(manifest.rank_states) == ranks.size:
-                self._own = self.source.decode(manifest.rank_states[ranks.rank], storing.OWN)
+            self._state, self._own = states(self.source, "keras", ranks)
+        names = self._state if self.complete else manifest.state or {}
         self.plan = Plan(
             held,
             self.source.tensors,
-            self._state.get("weights_h5", {}),
-            self._state.get("unplaced", []),
+            names.get("weights_h5", {}),
+            names.get("unplaced", []),
             rank=ranks.rank,
             size=ranks.size,
             saved_size=manifest.size if self.complete else 0,
@@ -167,13 +166,17 @@ class _Loading:
             self.plan.optimizer(self._state["scalars"], self._state["optimizer"])
 
     def apply(self, *, restore_rng: bool) -> Any:
-        self.plan.apply(self.source)
+        self.plan.apply()
         if restore_rng and "rng" in self._own:
             storing.restore_generators(self._own["rng"])
         return self._state.get("extra")
 
 
-def _ranks(optimizer: Any) -> Any:
+def _meet(model: Any, optimizer: Any, doing: int) -> Any:
+    """All ranks come to the same call; returns them."""
+    if optimizer is None or optimizer.step is None:
+        return ranks_of(model)
+    entry.meet(optimizer.step, doing)
     return optimizer.step.wire.eager
 
 
@@ -189,15 +192,6 @@ def _optimizer(model: Any, opt: Any, what: str) -> Any:
     return found
 
 
-def _step(optimizer: Any, extra: Any, step: int | None) -> int | None:
-    if step is not None:
-        return int(step)
-    if isinstance(extra, Mapping) and isinstance(extra.get("step"), int):
-        return int(extra["step"])
-    return None if optimizer is None else int(np.asarray(optimizer.iterations))
-
-
-
 class CheckpointManager(_CheckpointManager):
     __doc__ = _CheckpointManager.__doc__
 
@@ -206,5 +200,4 @@ class CheckpointManager(_CheckpointManager):
 
     def _join(self, model: Any, opt: Any) -> Any:
         optimizer = _optimizer(model, opt, "CheckpointManager")
-        built = optimizer is not None and optimizer.step is not None
-        return _ranks(optimizer) if built else ranks_of(model)
+        return _meet(model, optimizer, entry.LOAD)

@@ -52,6 +52,7 @@ class Plan:
         self._marks = marks  # outlives the plan: a graph that was traced earlier writes to them
         self._sections = {"": _Section(None)}
         self._current = ""
+        self.eager = tf.executing_eagerly()
 
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[None]:

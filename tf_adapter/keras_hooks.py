@@ -14,7 +14,8 @@ one rank's share.
 `Model.save_weights` stores the optimizer's state along with the weights: one rank cannot do that,
 so the state stays out of it.
 
-`Model.fit`, `evaluate` and `predict` draw progress bars: on rank 0 only, unless asked for.
+`Model.fit`, `evaluate` and `predict` draw progress bars: on rank 0 only, unless asked for. And
+where another rank saves meanwhile, they say so.
 """
 
 from __future__ import annotations
@@ -171,7 +172,10 @@ def _quiet(original: Any) -> Any:
             names = list(inspect.signature(original).parameters)
             if names.index("verbose") > len(args):
                 kwargs["verbose"] = verbose()
-        return original(self, *args, **kwargs)
+        from zerohvd.keras.entry import explained
+
+        with explained():
+            return original(self, *args, **kwargs)
 
     return method
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,28 +14,39 @@ from zerohvd.checkpoint import ArraySource, CheckpointError, TensorInfo
 from zerohvd.layout import Span
 
 
-def open_weights_h5(path: Path, places: Mapping[str, str]) -> ArraySource:
-    """A .weights.h5 file as if it were a checkpoint of nothing but parameters.
+def open_weights(path: Path, places: Mapping[str, str]) -> ArraySource:
+    """A .weights.h5 or .keras file as if it were a checkpoint of nothing but parameters.
 
     Args:
         path: The file.
         places: Name of a variable -> where the file has it.
     """
     try:
-        file = h5py.File(path, "r")
-    except OSError as error:
+        file = h5py.File(_inside(path) if path.suffix == ".keras" else path, "r")
+    except (OSError, KeyError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
+    names = {place: name for name, place in places.items()}
     found: dict[str, TensorInfo] = {}
-    for name, place in places.items():
-        if place in file:
-            stored = file[place]
-            key = f"param/{name}"
+    stored_as: dict[str, Any] = {}
+
+    def note(place: str, stored: Any) -> None:
+        # Everything but what belongs to the optimizer: what the model lacks has to be named.
+        if isinstance(stored, h5py.Dataset) and not place.startswith("optimizer/"):
+            key = f"param/{names.get(place, place)}"
             found[key] = TensorInfo(key, _dtype(stored), tuple(stored.shape), ())
+            stored_as[key] = stored
+
+    file.visititems(note)
 
     def fetch(info: TensorInfo, span: Span) -> np.ndarray:
-        return _range(file[places[info.name]], span, info.dtype)
+        return _range(stored_as[info.key], span, info.dtype)
 
     return ArraySource(found, fetch)
+
+
+def _inside(path: Path) -> Any:
+    """The weights in a .keras file, which is an archive that is not compressed."""
+    return zipfile.ZipFile(path).open("model.weights.h5")
 
 
 def _dtype(stored: Any) -> str:

@@ -1,32 +1,66 @@
 """From a checkpoint, or a plain file of weights, into a model and its optimizer.
 
-First everything that is wanted is planned and checked, which changes nothing; when all ranks have
-done so without complaint, it is read into place, one tensor at a time.
+Everything is read, and checked as it passes, into arrays beside the model. When all ranks have done
+so without complaint, they are assigned and given back one after the other. So no byte is read twice
+and nothing is ever half-loaded, for memory as large as this rank's shards while it lasts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from zerohvd.checkpoint import TensorInfo, Want
-from zerohvd.checkpoint.loading import refuse_names
+from zerohvd.checkpoint.loading import OWN, refuse_names
 from zerohvd.keras import buffers, state
 from zerohvd.keras.holdings import Holdings
 from zerohvd.keras.pieces import PieceVariable
-from zerohvd.keras.storing import BUFFER, LOCAL, MASTER, OWN, PARAM, STATE, SUMS, own_name
+from zerohvd.keras.storing import BUFFER, LOCAL, MASTER, PARAM, STATE, SUMS, own_name
 from zerohvd.layout import Span
 
 
-class _Item(NamedTuple):
-    """A range to read, and who takes it."""
+class _Item:
+    """A range to read, and who takes it.
 
-    parts: list[tuple[TensorInfo, float]]  # added up, each times a factor
-    span: Span
-    take: Callable[[np.ndarray], None]  # gets a flat array
+    Args:
+        parts: Added up, each times a factor; none: zeros.
+        span: Of each.
+        take: Gets a flat array.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[TensorInfo, float]],
+        span: Span,
+        take: Callable[[np.ndarray], None],
+    ) -> None:
+        self._take = take
+        dtype = tf.as_dtype(parts[0][0].dtype).as_numpy_dtype if parts else np.float32
+        simple = len(parts) == 1 and parts[0][1] == 1.0
+        self._data = (np.empty if simple else np.zeros)(span.length, dtype)
+        whole = self._data.view(np.uint8).data
+        self.wants = [
+            Want(info.key, span, whole if simple else self._add(info, factor))
+            for info, factor in parts
+        ]
+
+    def _add(self, info: TensorInfo, factor: float) -> Callable[[int, memoryview], None]:
+        dtype = np.dtype(tf.as_dtype(info.dtype).as_numpy_dtype)
+
+        def add(start: int, block: memoryview) -> None:
+            values = np.frombuffer(block, dtype)
+            self._data[start : start + values.size] += values * np.asarray(factor, dtype)
+
+        return add
+
+    def apply(self) -> None:
+        """Hand over what has been read."""
+        self.wants.clear()
+        data, self._data = self._data, np.empty(0)
+        self._take(data)
 
 
 class Plan:
@@ -97,12 +131,8 @@ class Plan:
 
     @property
     def wants(self) -> list[Want]:
-        """For checking: nothing is read into them."""
-        return [
-            Want(info.key, item.span, memoryview(b""))
-            for item in (*self.items, *(i for items in self.buckets.values() for i in items))
-            for info, _ in item.parts
-        ]
+        items = (*self.items, *(i for items in self.buckets.values() for i in items))
+        return [want for item in items for want in item.wants]
 
     # -- the model --------------------------------------------------------------------------------
 
@@ -212,19 +242,20 @@ class Plan:
 
     # -- doing it ---------------------------------------------------------------------------------
 
-    def apply(self, source: Any) -> None:
-        """Read everything into place; all ranks must call it."""
+    def apply(self) -> None:
+        """Put everything into place; all ranks must call it."""
         for item in self.items:
-            _read(source, item)
+            item.apply()
         if self.held.optimizer is not None:
             step = self.held.optimizer.step
-            step.wire.new_plan()
+            steps_were_eager = step.wire.plan.eager
+            step.wire.new_plan().eager = steps_were_eager
             assembled = buffers.Assembly(step.layout, step.natives)
             for bucket in step.layout.buckets:
                 for index in step._pieces_of[bucket.index]:
                     step.pieces[index].load()  # what the checkpoint lacks stays as it is
                 for item in self.buckets.get(bucket.index, ()):
-                    _read(source, item)
+                    item.apply()
                 step._gather(bucket, assembled)
         for variable, value in self._scalars:
             variable.assign(value)
@@ -235,14 +266,3 @@ def _assign(variable: Any) -> Callable[[np.ndarray], None]:
         variable.assign(tf.cast(flat.reshape(variable.shape), variable.dtype))
 
     return take
-
-
-def _read(source: Any, item: _Item) -> None:
-    total: np.ndarray | None = None
-    for info, factor in item.parts:
-        dtype = np.dtype(tf.as_dtype(info.dtype).as_numpy_dtype)
-        part = np.empty(item.span.length, dtype)
-        source.read([Want(info.key, item.span, memoryview(part.view(np.uint8)))])
-        part = part if factor == 1.0 else part * np.asarray(factor, dtype)
-        total = part if total is None else total + part
-    item.take(np.zeros(item.span.length, np.float32) if total is None else total)

@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras.src.backend.common import global_state
 
 from zerohvd.checkpoint import Array, Content, Entry, encode, loading, share_out, whole
+from zerohvd.checkpoint.loading import OWN, SHARED
 from zerohvd.errors import ShardedStateError
 from zerohvd.keras import state
 from zerohvd.keras.holdings import Holdings
@@ -18,7 +19,7 @@ from zerohvd.keras.pieces import PieceVariable
 from zerohvd.layout import Span
 
 # Kinds of tensors; an optimizer's are "state.<list of slots>".
-PARAM, MASTER, BUFFER, SHARED, OWN, LOCAL = "param", "master", "buffer", "shared", "own", "grad"
+PARAM, MASTER, BUFFER, LOCAL = "param", "master", "buffer", "grad"
 STATE = "state."
 SUMS = "_accumulated_gradients"  # Keras' name for gradients that wait for their update
 

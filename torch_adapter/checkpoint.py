@@ -12,7 +12,8 @@ import torch
 from zerohvd.checkpoint import ArraySource, Content, Reader, open_safetensors, together
 from zerohvd.checkpoint import Plan as SavePlan
 from zerohvd.checkpoint import save as save_planned
-from zerohvd.checkpoint.loading import check_together
+from zerohvd.checkpoint.format import absolute
+from zerohvd.checkpoint.loading import read_together, states
 from zerohvd.torch import accumulation, rng, storing
 from zerohvd.torch.collectives import LocalCollectives, TorchCollectives, join
 from zerohvd.torch.entry import LOAD, SAVE
@@ -48,10 +49,11 @@ def save(
         scaler: A GradScaler.
         step: Of the training, for the manifest; default: `extra["step"]`, or the optimizer's.
     """
+    folder = absolute(path)
     ranks, plan = prepare_save(
         model, opt, extra, scheduler=scheduler, scaler=scaler, step=step
     )
-    save_planned(Path(path), ranks, plan)
+    save_planned(folder, ranks, plan)
 
 
 def prepare_save(
@@ -66,7 +68,7 @@ def prepare_save(
 ) -> tuple[TorchCollectives | LocalCollectives, SavePlan]:
     """Bring the ranks together; returns how this one comes to its part of the checkpoint."""
     holder = owner(model, opt, "zero.save")
-    ranks = _meet(holder, SAVE)
+    ranks = meet(holder, SAVE)
     found: list[Holdings] = []
 
     def look() -> list[int]:
@@ -116,18 +118,19 @@ def load(
         strict: Whether the names in checkpoint and model must be the same.
         restore_rng: Set the random number generators, if the number of ranks is that of the save.
     """
+    folder = absolute(path)
     holder = owner(model, opt, "zero.load")
-    ranks = _meet(holder, LOAD)
+    ranks = meet(holder, LOAD)
     loading: list[_Loading] = []
 
-    def check() -> str:
-        found = _Loading(Path(path), Holdings(model, holder), opt, ranks)
+    def read() -> str:
+        found = _Loading(folder, Holdings(model, holder), opt, ranks)
         found.plan(strict, scheduler, scaler)
-        found.source.check(found.wants, ranks.rank, ranks.size)
+        found.source.read(found.wants, ranks.rank, ranks.size)
         loading.append(found)
         return found.id
 
-    check_together(ranks, path, check)
+    read_together(ranks, folder, read)
     return loading[0].apply(scheduler, scaler, restore_rng=restore_rng)
 
 
@@ -175,16 +178,8 @@ class _Loading:
     def plan(self, strict: bool, scheduler: Any, scaler: Any) -> None:
         manifest, rank = self.manifest, self._ranks.rank
         if self.complete:
-            if manifest.framework != "torch":
-                raise ValueError(
-                    f"the checkpoint was saved by {manifest.framework}, not by torch. "
-                    "`zerohvd checkpoint consolidate` makes plain weights of it"
-                )
             assert isinstance(self.source, Reader)
-            decode = self.source.decode
-            self._state = decode(manifest.state, storing.SHARED, from_array)
-            if rank < len(manifest.rank_states) == self._ranks.size:
-                self._own = decode(manifest.rank_states[rank], storing.OWN, from_array)
+            self._state, self._own = states(self.source, "torch", self._ranks, from_array)
         self._plan = Plan(self._held, self.source.tensors, strict=strict)
         size = manifest.size if self.complete else None
         self._plan.weights(self._state.get("aliases", {}), rank, size)
@@ -208,14 +203,12 @@ class _Loading:
             raise ValueError("the checkpoint holds no scaler: save(..., scaler=scaler) stores it")
 
     def apply(self, scheduler: Any, scaler: Any, *, restore_rng: bool) -> Any:
-        """Read everything into place; all ranks."""
+        """Put everything into place; all ranks."""
         opt = self._held.opt
         with torch.no_grad():
             if opt is not None:
                 _drop_gradients(opt)
-            self.source.read(self.wants)
-            for act in self._plan.after:
-                act()
+            self._plan.apply()
             if opt is not None:
                 opt._gather()
                 opt._loads += 1
@@ -259,7 +252,7 @@ def owner(
     return owner_of(model) if opt is None else opt
 
 
-def _meet(opt: ZeroOptimizer | None, doing: int) -> TorchCollectives | LocalCollectives:
+def meet(opt: ZeroOptimizer | None, doing: int) -> TorchCollectives | LocalCollectives:
     """All ranks come to the same call, with nothing under way between them."""
     if opt is None:
         return join()

@@ -6,7 +6,7 @@ from typing import Any
 
 from zerohvd.checkpoint.managing import CheckpointManager as _CheckpointManager
 from zerohvd.torch import checkpoint
-from zerohvd.torch.collectives import join
+from zerohvd.torch.entry import LOAD
 
 
 class CheckpointManager(_CheckpointManager):
@@ -16,5 +16,4 @@ class CheckpointManager(_CheckpointManager):
     _load = staticmethod(checkpoint.load)
 
     def _join(self, model: Any, opt: Any) -> Any:
-        owner = checkpoint.owner(model, opt)
-        return join() if owner is None else owner.collectives
+        return checkpoint.meet(checkpoint.owner(model, opt), LOAD)

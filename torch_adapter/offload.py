@@ -52,6 +52,12 @@ class Offload:
         return None if same else shard.to("cpu", dtype, copy=True)
 
     def _file(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        tensor = self.scratch(count, dtype)
+        self._files[tensor.data_ptr()] = max(1, count) * dtype.itemsize
+        return tensor
+
+    def scratch(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in a file that goes when the tensor does; no state of the optimizer yet."""
         assert self._folder is not None
         size = max(1, count) * dtype.itemsize
         name = self._folder / f"zerohvd-{os.getpid()}-{next(_numbers)}"
@@ -69,7 +75,6 @@ class Offload:
         finally:
             os.close(descriptor)
             name.unlink(missing_ok=True)
-        self._files[tensor.data_ptr()] = size
         return tensor
 
     def holds(self, tensor: torch.Tensor) -> bool:

@@ -1,7 +1,9 @@
 """From a checkpoint, or a plain file of weights, into a model and its optimizer.
 
-First everything that is wanted is planned and checked, which changes nothing; when all ranks have
-done so without complaint, it is read into place.
+Everything is read, and checked as it passes, into memory that nobody uses yet. When all ranks have
+done so without complaint, optimizer state takes the place of what was there, and parameters are
+copied to theirs. So no byte is read twice and nothing is ever half-loaded, for memory as large as
+this rank's shards while it lasts.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ from typing import Any
 import torch
 
 from zerohvd.checkpoint import TensorInfo, Want
-from zerohvd.checkpoint.loading import refuse_names
+from zerohvd.checkpoint.loading import OWN, refuse_names
 from zerohvd.checkpoint.tree import decode
 from zerohvd.layout import Span
 from zerohvd.torch import arrays
 from zerohvd.torch.holdings import Held, Holdings
+from zerohvd.torch.offload import Offload
 from zerohvd.torch.optimizer import ZeroOptimizer
-from zerohvd.torch.storing import BUFFER, MASTER, OWN, PARAM, STATE, own_buffer
+from zerohvd.torch.storing import BUFFER, MASTER, PARAM, STATE, own_buffer
 from zerohvd.torch.tensors import destination
 
 
@@ -37,7 +40,33 @@ class Plan:
     ) -> None:
         self.held, self.tensors, self._strict = held, tensors, strict
         self.wants: list[Want] = []
-        self.after: list[Callable[[], None]] = []
+        self._after: list[Callable[[], None]] = []
+        self._offload: Offload | None = None if held.opt is None else held.opt.offload
+
+    def apply(self) -> None:
+        """What was read takes effect, and what it took meanwhile is given back piece by piece."""
+        self.wants.clear()
+        self._after.reverse()
+        while self._after:
+            self._after.pop()()
+
+    def _staged(self, info: TensorInfo, span: Span, dtype: torch.dtype) -> torch.Tensor:
+        """1-D memory that a stored range is going to be read to."""
+        if self._offload is not None and self._offload.on_disk:
+            staged = self._offload.scratch(span.length, dtype)
+        else:
+            staged = torch.empty(span.length, dtype=dtype)
+        self.wants.append(Want(info.key, span, destination(staged, info.dtype)))
+        return staged
+
+    def _into(self, info: TensorInfo, span: Span, target: torch.Tensor) -> None:
+        """A stored range is going to be in `target`, of whatever strides and device."""
+        staged = self._staged(info, span, target.dtype)
+
+        def put() -> None:
+            target.detach().copy_(staged.view(target.shape))
+
+        self._after.append(put)
 
     # -- the model --------------------------------------------------------------------------------
 
@@ -95,17 +124,7 @@ class Plan:
         target = piece.values if piece.master is None else piece.master
         info = self._find(PARAM, piece.name, piece.shape, target.dtype)
         if info is not None:
-            self.wants.append(Want(info.key, piece.span, destination(target, info.dtype)))
-
-    def _into(self, info: TensorInfo, span: Span, tensor: torch.Tensor) -> None:
-        """A whole tensor, of whatever strides."""
-        flat = tensor.detach()
-        if flat.is_contiguous():
-            self.wants.append(Want(info.key, span, destination(flat.view(-1), info.dtype)))
-            return
-        dense = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device)
-        self.wants.append(Want(info.key, span, destination(dense.view(-1), info.dtype)))
-        self.after.append(lambda: flat.copy_(dense))
+            self._into(info, piece.span, target)
 
     def _buffer(self, name: str, buffer: torch.Tensor, rank: int, size: int | None) -> None:
         if size == self.held.ranks:
@@ -139,7 +158,7 @@ class Plan:
             new.update(_decode_values(values.get(piece.name, {}), opt, piece.piece))
             state[piece.piece] = new
         frozen = self._frozen(opt, keys, values)
-        self.after.append(lambda: _put_state(opt, state, frozen, groups))
+        self._after.append(lambda: _put_state(opt, state, frozen, groups))
 
     def _check_groups(self, opt: ZeroOptimizer, groups: list[dict[str, Any]]) -> None:
         if len(groups) != len(opt._groups_of):
@@ -160,7 +179,7 @@ class Plan:
         return self.held.aliases.get(stored, stored)
 
     def _state(self, opt: ZeroOptimizer, piece: Held, key: str) -> torch.Tensor:
-        """Memory for a piece's state: what is there already where it fits."""
+        """What is going to be a piece's state."""
         assert piece.piece is not None
         info = self.tensors[f"{STATE}{key}/{piece.name}"]
         elementwise = info.shape == piece.shape
@@ -172,15 +191,17 @@ class Plan:
             )
         shape = piece.piece.shape if elementwise else info.shape
         dtype = self._state_dtype(info, key, piece)
+        span = piece.span if elementwise else Span(0, info.numel)
         present = opt.inner.state.get(piece.piece, {}).get(key)
         fits = (
             isinstance(present, torch.Tensor)
             and (tuple(present.shape), present.dtype) == (tuple(shape), dtype)
-            and present.is_contiguous()
         )
+        in_file = fits and self._offload is not None and self._offload.holds(present)
+        if piece.piece.device.type == "cpu" and not in_file:
+            return self._staged(info, span, dtype).view(shape)
         value = present if fits else torch.empty(shape, dtype=dtype, device=piece.piece.device)
-        span = piece.span if elementwise else Span(0, info.numel)
-        self.wants.append(Want(info.key, span, destination(value.view(-1), info.dtype)))
+        self._into(info, span, value)
         return value
 
     def _state_dtype(self, info: TensorInfo, key: str, piece: Held) -> torch.dtype:
@@ -210,9 +231,8 @@ class Plan:
             new = {}
             for key in keys.get(name, ()):
                 info = self.tensors[f"{STATE}{key}/{name}"]
-                new[key] = torch.empty(info.shape, dtype=arrays.dtype_of(info.dtype))
-                into = destination(new[key].view(-1), info.dtype)
-                self.wants.append(Want(info.key, Span(0, info.numel), into))
+                staged = self._staged(info, Span(0, info.numel), arrays.dtype_of(info.dtype))
+                new[key] = staged.view(info.shape)
             new.update(_decode_values(values.get(name, {}), opt, param))
             found[param] = new
         return found

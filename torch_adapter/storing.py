@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from zerohvd.checkpoint import Content, Entry, encode, share_out, whole
+from zerohvd.checkpoint import Content, Entry, encode, loading, share_out, whole
+from zerohvd.checkpoint.loading import OWN, SHARED
 from zerohvd.checkpoint.tree import Array
 from zerohvd.torch import accumulation, arrays, rng
 from zerohvd.torch.holdings import Held, Holdings
@@ -16,7 +17,7 @@ from zerohvd.torch.optimizer import ZeroOptimizer
 from zerohvd.torch.tensors import entry, raw, to_array, whole_entry
 
 # Kinds of tensors; an optimizer's are "state.<key>".
-PARAM, MASTER, BUFFER, SHARED, OWN = "param", "master", "buffer", "shared", "own"
+PARAM, MASTER, BUFFER = "param", "master", "buffer"
 STATE = "state."
 
 
@@ -186,10 +187,11 @@ def groups(opt: ZeroOptimizer, held: Holdings) -> list[dict[str, Any]]:
 
 
 def training_step(opt: ZeroOptimizer | None, extra: Any, step: int | None) -> int | None:
-    """What the manifest calls the step: as given, as in `extra`, or as the optimizer counted."""
-    if step is not None:
-        return int(step)
-    if isinstance(extra, Mapping) and isinstance(extra.get("step"), int):
-        return int(extra["step"])
-    counts = [s["step"] for s in opt.inner.state.values() if "step" in s] if opt is not None else []
-    return int(max((float(c) for c in counts), default=0)) if counts else None
+    """As in the core; the optimizer counts the steps of every parameter."""
+
+    def counted() -> int | None:
+        values = [] if opt is None else opt.inner.state.values()
+        counts = [float(s["step"]) for s in values if "step" in s]
+        return int(max(counts)) if counts else None
+
+    return loading.training_step(extra, step, counted)

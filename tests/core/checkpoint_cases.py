@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from zerohvd.checkpoint import Content, Entry, Plan, Reader, Want, save, together
+from zerohvd.checkpoint import (
+    CheckpointError,
+    Content,
+    Entry,
+    Plan,
+    Reader,
+    Want,
+    save,
+    together,
+)
 from zerohvd.collectives import Collectives
 from zerohvd.layout import Layout, ParamSpec, Span, build_layout
+from zerohvd.testing import ThreadWorld
 
 KINDS = ("param", "exp_avg")
 
@@ -66,12 +80,11 @@ def store(path: Path, collectives: Collectives, layout: Layout, version: int) ->
 
 
 def fetch(path: Path, collectives: Collectives, layout: Layout) -> dict[str, list]:
-    """This rank's ranges: key -> [(span, values)]. Checked by all ranks before they are read."""
+    """This rank's ranges: key -> [(span, values)], if all ranks found theirs sound."""
     memory: dict[str, list] = {}
-    wants: list[Want] = []
 
-    def check() -> Reader:
-        reader = Reader.open(path)
+    def read() -> None:
+        wants = []
         for piece in layout.pieces(collectives.rank):
             spec = layout.params[piece.param]
             for kind in KINDS:
@@ -79,12 +92,37 @@ def fetch(path: Path, collectives: Collectives, layout: Layout) -> dict[str, lis
                 data = np.zeros(piece.param_span.length, spec.dtype)
                 memory.setdefault(key, []).append((piece.param_span, data))
                 wants.append(Want(key, piece.param_span, memoryview(data).cast("B")))
-        reader.check(wants, collectives.rank, collectives.size)
-        return reader
+        Reader.open(path).read(wants, collectives.rank, collectives.size)
 
-    reader, _ = together(collectives, "check", check)
-    reader.read(wants)
+    together(collectives, "check", read)
     return memory
+
+
+def refused(ranks: int, act: Callable[[Collectives], object]) -> str:
+    """What `act` complains about, on every rank in the same words."""
+    said = []
+
+    def attempt(collectives: Collectives) -> None:
+        try:
+            act(collectives)
+        except CheckpointError as error:
+            said.append(str(error))
+
+    ThreadWorld(ranks).run(attempt)
+    assert len(said) == ranks and len(set(said)) == 1, said
+    return said[0]
+
+
+def fill_the_disk(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """From here on, the shard of `rank` cannot be written."""
+    plain = os.write
+
+    def write(fd: int, data: memoryview) -> int:
+        if f"shard-{rank:05d}" in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return plain(fd, data)
+
+    monkeypatch.setattr(os, "write", write)
 
 
 def assert_holds(parts: list[dict[str, list]], expected: dict[str, np.ndarray]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -16,7 +15,9 @@ from checkpoint_cases import (
     assert_holds,
     content,
     fetch,
+    fill_the_disk,
     planned,
+    refused,
     some_layout,
     store,
     values_of,
@@ -47,19 +48,9 @@ def files(folder: Path) -> list[str]:
 
 
 def expect_refusal(path: Path, match: str, ranks: int = 2) -> None:
-    """Every rank raises the same error, which names the file, before it has read anything."""
-    said = []
+    """Every rank raises the same error, which names the file."""
     layout = some_layout(ranks)
-
-    def load(collectives):
-        try:
-            fetch(path, collectives, layout)
-        except CheckpointError as error:
-            said.append(str(error))
-
-    ThreadWorld(ranks).run(load)
-    assert len(said) == ranks and len(set(said)) == 1, said
-    assert match in said[0]
+    assert match in refused(ranks, lambda c: fetch(path, c, layout))
 
 
 @settings(
@@ -132,28 +123,22 @@ def test_a_full_disk_is_an_error_on_all_ranks_and_the_old_checkpoint_stays(
     sound, tmp_path, monkeypatch, rank
 ):
     shutil.copytree(sound / "a", tmp_path / "a")
-    plain = os.write
-
-    def write(fd, data):
-        if f"shard-{rank:05d}" in os.readlink(f"/proc/self/fd/{fd}"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return plain(fd, data)
-
-    monkeypatch.setattr(os, "write", write)
-    said = []
-
-    def attempt(collectives):
-        try:
-            store(tmp_path / "a", collectives, LAYOUT, 3)
-        except CheckpointError as error:
-            said.append(str(error))
-
-    ThreadWorld(2).run(attempt)
-    assert len(said) == 2 and len(set(said)) == 1
-    assert f"rank {rank}: " in said[0] and "No space left" in said[0] and "shard-" in said[0]
+    fill_the_disk(monkeypatch, rank)
+    said = refused(2, lambda c: store(tmp_path / "a", c, LAYOUT, 3))
+    assert f"rank {rank}: " in said and "No space left" in said and "shard-" in said
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
     assert_holds(ThreadWorld(2).run(lambda c: fetch(tmp_path / "a", c, LAYOUT)),
                  values_of(LAYOUT, 1))  # fmt: skip
+
+
+def test_an_empty_path_is_refused_and_a_relative_one_means_where_it_was_said(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="path of a checkpoint is empty"):
+        format.absolute("")
+    monkeypatch.chdir(tmp_path)
+    said = format.absolute(Path("a b", "ü"))
+    monkeypatch.chdir("/")
+    ThreadWorld(2).run(lambda c: store(said, c, LAYOUT, 1))
+    assert Reader.open(tmp_path / "a b" / "ü").manifest.step == 1
 
 
 def test_a_path_that_cannot_be_made_is_named(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import subprocess
 import sys
@@ -11,9 +10,16 @@ import time
 from pathlib import Path
 
 import pytest
-from checkpoint_cases import content, fetch, planned, some_layout, values_of
+from checkpoint_cases import (
+    content,
+    fetch,
+    fill_the_disk,
+    planned,
+    refused,
+    some_layout,
+    values_of,
+)
 
-from zerohvd.checkpoint import CheckpointError
 from zerohvd.checkpoint import writer as writing
 from zerohvd.checkpoint.manager import Manager, Policy, checkpoints
 from zerohvd.collectives import SingleProcess
@@ -110,28 +116,18 @@ def test_a_checkpoint_is_complete_without_another_call(tmp_path):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_errors_of_the_thread_surface_on_all_ranks(tmp_path, monkeypatch, rank, capfd):
     run(tmp_path, [1])
-    plain = os.write
-
-    def write(fd, data):
-        if f"shard-{rank:05d}" in os.readlink(f"/proc/self/fd/{fd}"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return plain(fd, data)
-
-    monkeypatch.setattr(os, "write", write)
-    said = []
+    fill_the_disk(monkeypatch, rank)
 
     def train(collectives):
         manager = Manager(tmp_path, Policy(), asynchronous=True)
         manager.save(2, collectives, planned(lambda: make(collectives.rank, 2)))
         try:
             manager.wait(collectives)
-        except CheckpointError as error:
-            said.append(str(error))
-        manager.wait(collectives)  # said once
+        finally:
+            manager.wait(collectives)  # said once
 
-    ThreadWorld(2).run(train)
-    assert len(said) == 2 and len(set(said)) == 1
-    assert f"rank {rank}: " in said[0] and "No space left" in said[0]
+    said = refused(2, train)
+    assert f"rank {rank}: " in said and "No space left" in said
     assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
     assert "was not saved" in capfd.readouterr().err
 
@@ -156,6 +152,29 @@ def test_one_save_is_under_way_at_most(tmp_path, monkeypatch):
         manager.save(step, ranks, plan)
     manager.wait(ranks)
     assert most[0] == 1 and list(checkpoints(tmp_path)) == [1, 2, 3, 4, 5]
+
+
+def test_a_save_under_way_is_no_leftover_to_another_manager(tmp_path, monkeypatch):
+    """Two managers of one folder: one for every step, say, and one for the best."""
+    ranks, go = SingleProcess(), threading.Event()
+    plain = writing.Draft.write
+
+    def write(self, planned):
+        assert self.path.name != "step-1" or go.wait(20)
+        return plain(self, planned)
+
+    monkeypatch.setattr(writing.Draft, "write", write)
+    layout = some_layout(1)
+    made = planned(lambda: content(layout, 0, values_of(layout, 1), 1))
+    first = Manager(tmp_path, Policy(), asynchronous=True)
+    first.save(1, ranks, made)
+    second = Manager(tmp_path, Policy())
+    second.clean()
+    second.save(2, ranks, made)
+    go.set()
+    first.wait(ranks)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1", "step-2"]
+    assert not writing.under_way
 
 
 def test_leftovers_of_killed_saves_are_removed(tmp_path):

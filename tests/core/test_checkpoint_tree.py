@@ -68,3 +68,15 @@ def test_anything_else_is_refused_with_its_place(value):
 def test_a_tag_of_the_future_is_refused():
     with pytest.raises(ValueError, match="!code"):
         decode({"!code": "import os"}, lambda key, of: None)
+
+
+def test_a_value_that_contains_itself_is_refused():
+    value: list = []
+    value.append({"again": value})
+    with pytest.raises(ValueError, match=r"state\.extra.*contains itself"):
+        encode(value, "state.extra", {})
+
+
+def test_an_array_of_words_is_refused_with_its_place():
+    with pytest.raises(TypeError, match=r"state\.extra\.names is an array of <U3"):
+        encode({"names": np.array(["one"])}, "state.extra", {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
@@ -14,11 +15,9 @@ import numpy as np
 
 from zerohvd.checkpoint import format as fmt
 from zerohvd.checkpoint import torch_file
-from zerohvd.checkpoint.entries import Want
 from zerohvd.checkpoint.errors import CheckpointError, cannot
 from zerohvd.checkpoint.manifest import TensorInfo
 from zerohvd.checkpoint.reader import Reader
-from zerohvd.layout import Span
 
 Each = Callable[[int], None]
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".weights.h5")
@@ -85,13 +84,7 @@ def _removed_on_error(path: Path) -> Iterator[None]:
 
 def blocks(reader: Reader, info: TensorInfo, each: Each) -> Iterator[memoryview]:
     """The bytes of a tensor in order, checked; a block is valid until the next one."""
-    step = max(1, fmt.CHUNK_BYTES // info.itemsize)
-    buffer = bytearray(min(step * info.itemsize, info.nbytes))
-    reader.check([Want(info.key, Span(0, info.numel), memoryview(b""))])
-    for start in range(0, info.numel, step):
-        span = Span(start, min(info.numel, start + step))
-        block = memoryview(buffer)[: span.length * info.itemsize]
-        reader.read([Want(info.key, span, block)])
+    for block in reader.blocks(info.key):
         yield block
         each(len(block))
 
@@ -102,6 +95,9 @@ def _write_safetensors(
     ordered = sorted(found.items(), key=lambda item: -item[1].itemsize)
     # "pt" and "tf" are what libraries of models look for.
     about = {"format": "tf" if reader.manifest.framework == "keras" else "pt"}
+    state = reader.manifest.state or {}
+    if "weights_h5" in state:
+        about[fmt.ABOUT] = json.dumps({k: state[k] for k in ("weights_h5", "unplaced")})
     with path.open("wb") as file:
         file.write(fmt.header([(name, t.dtype, t.shape) for name, t in ordered], about))
         for _, info in ordered:

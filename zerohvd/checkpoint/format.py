@@ -6,6 +6,7 @@ docs/checkpoint-format.md is the specification; what is written here stays reada
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 import zlib
@@ -18,6 +19,8 @@ from zerohvd.checkpoint.errors import CheckpointError, CorruptCheckpointError
 FORMAT = "zerohvd-checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
+# In the metadata of a consolidated file: JSON with what a manifest's state says about names.
+ABOUT = "zerohvd"
 
 # A part is checked in pieces of this size, so that a rank which needs little reads little.
 CHUNK_BYTES = 1 << 20
@@ -54,6 +57,13 @@ def itemsize(dtype: str) -> int:
         raise ValueError(f"dtype {dtype!r} cannot be stored; known are {', '.join(SAFETENSORS)}")
     word, count = SAFETENSORS[dtype]
     return _WORD[word] * count
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """`path`, whatever the working directory is going to be when a thread writes there."""
+    if not os.fspath(path):
+        raise ValueError("the path of a checkpoint is empty: give the name of a folder")
+    return Path(os.path.abspath(path))
 
 
 def shard_name(rank: int, size: int) -> str:

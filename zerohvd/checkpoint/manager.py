@@ -177,7 +177,7 @@ class Manager:
             left = fmt.leftover(path)
             whole = left is not None and is_complete(self.folder / left[0])
             if left and (left[1] == "partial" or whole) and _NAME.fullmatch(left[0]):
-                shutil.rmtree(path, ignore_errors=True)
+                writer.remove_leftover(path)
 
 
 def _remove(path: Path) -> None:

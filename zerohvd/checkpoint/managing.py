@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from zerohvd.checkpoint.errors import together
+from zerohvd.checkpoint.format import absolute
 from zerohvd.checkpoint.manager import Manager, Policy, check_metric
 from zerohvd.checkpoint.writer import Plan
 from zerohvd.collectives import Collectives
@@ -47,7 +48,7 @@ class CheckpointManager(abc.ABC):
         asynchronous: bool = False,
     ) -> None:
         self._manager = Manager(
-            Path(directory), Policy(keep, every, mode), asynchronous=asynchronous
+            absolute(directory), Policy(keep, every, mode), asynchronous=asynchronous
         )
         self._ranks: Collectives | None = None
 
@@ -65,7 +66,7 @@ class CheckpointManager(abc.ABC):
 
     @abc.abstractmethod
     def _join(self, model: Any, opt: Any) -> Collectives:
-        """The ranks that train the model."""
+        """Bring the ranks that train the model together, before they load."""
 
     # -- what a script calls ----------------------------------------------------------------------
 
@@ -118,7 +119,6 @@ class CheckpointManager(abc.ABC):
             metric: How good it is; that of rank 0 counts.
             **options: Of `zero.save`.
         """
-        self.wait()
         ranks, plan = self._prepare(
             model, opt, extra, step=step, metric=check_metric(metric), **options
         )
@@ -142,8 +142,8 @@ class CheckpointManager(abc.ABC):
             which: "latest", "best" or the number of a step.
             **options: Of `zero.load`.
         """
-        self.wait()
         ranks = self._join(model, opt)
+        self.wait()
         _, found = together(ranks, "which", lambda: self._choose(which))
         # The first rank's word counts: another may not see a new folder yet.
         return self._load(Path(found[0]), model, opt, **options) if found[0] else None

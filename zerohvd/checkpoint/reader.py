@@ -1,9 +1,10 @@
-"""Reading a checkpoint: each rank the byte ranges it needs, checked before anything is used."""
+"""Reading a checkpoint: each rank the ranges it needs, each byte once, checked as it passes."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 import os
 import zlib
@@ -26,21 +27,53 @@ class Source(Protocol):
 
     tensors: Mapping[str, TensorInfo]
 
-    def check(self, wants: Sequence[Want], rank: int = 0, size: int = 1) -> None:
-        """Raise unless all of `wants` can be read, whole and unchanged; nothing is kept."""
+    def read(self, wants: Iterable[Want], rank: int = 0, size: int = 1) -> None:
+        """Put everything where it is wanted, or raise.
 
-    def read(self, wants: Iterable[Want]) -> None:
-        """Put what was checked where it is wanted."""
+        Bytes are checked as they pass, so some have arrived when others turn out to be damaged:
+        they must go to memory that nobody uses yet.
+        """
+
+
+class _Chunk(NamedTuple):
+    """Bytes that are read and checked together."""
+
+    file: int
+    offset: int
+    nbytes: int
+    sum: int | None  # None: of a plain file, about which nothing is known
+    key: str
+
+
+def _chunks(tensor: TensorInfo, part: Part, common: Span) -> Iterator[_Chunk]:
+    """What to read of a part for the range `common` of its tensor."""
+    begin, end = ((edge - part.start) * tensor.itemsize for edge in common)
+    if not part.sums:
+        for start in range(begin, end, fmt.CHUNK_BYTES):
+            length = min(fmt.CHUNK_BYTES, end - start)
+            yield _Chunk(part.file, part.offset + start, length, None, tensor.key)
+        return
+    total = (part.stop - part.start) * tensor.itemsize
+    for i in range(begin // fmt.CHUNK_BYTES, -(-end // fmt.CHUNK_BYTES)):
+        start = i * fmt.CHUNK_BYTES
+        length = min(fmt.CHUNK_BYTES, total - start)
+        yield _Chunk(part.file, part.offset + start, length, part.sum_of(i), tensor.key)
+
+
+def _chunks_of(tensor: TensorInfo) -> Iterator[_Chunk]:
+    for part in tensor.parts:
+        yield from _chunks(tensor, part, part.span)
 
 
 class _Transfer(NamedTuple):
-    """Bytes of a file for a want."""
+    """Bytes of one chunk of a file for a want."""
 
     file: int
     offset: int
     nbytes: int
     want: int
     at: int  # byte inside the want
+    chunk: _Chunk
 
 
 class Reader:
@@ -61,16 +94,6 @@ class Reader:
         return cls(*read_manifest(path))
 
     # -- checking --------------------------------------------------------------------------------
-
-    def check(self, wants: Sequence[Want], rank: int = 0, size: int = 1) -> None:
-        """As in `Source`. All ranks together look at every file, needed or not."""
-        chunks = sorted({c for want in wants for c in self._chunks(want)})
-        needed = {c.file for c in chunks}
-        for index, file in enumerate(self.manifest.files):
-            if index in needed or index % size == rank:
-                self.check_file(file)
-        for _ in self._check_chunks(chunks):
-            pass
 
     def check_file(self, file: ShardFile) -> None:
         """Raise unless the file is there, has its size and its header, and is of this save."""
@@ -113,69 +136,46 @@ class Reader:
             except Exception as error:
                 whole[index] = False
                 yield str(error)
-        chunks = sorted(
-            chunk
-            for tensor in self.tensors.values()
-            for chunk in self._chunks(Want(tensor.key, Span(0, tensor.numel), memoryview(b"")))
-        )
-        yield from self._check_chunks([c for c in chunks if whole[c.file]], each, go_on=True)
-
-    def _chunks(self, want: Want) -> Iterator[_Chunk]:
-        """The checked chunks that cover a want."""
-        tensor = self.tensors[want.key]
-        width = tensor.itemsize
-        for part, common in tensor.overlapping(want.span):
-            if not part.sums:
-                continue
-            begin, end = ((edge - part.start) * width for edge in common)
-            total = (part.stop - part.start) * width
-            for i in range(begin // fmt.CHUNK_BYTES, -(-end // fmt.CHUNK_BYTES)):
-                start = i * fmt.CHUNK_BYTES
-                length = min(fmt.CHUNK_BYTES, total - start)
-                yield _Chunk(part.file, part.offset + start, length, part.sum_of(i), tensor.key)
-
-    def _check_chunks(
-        self,
-        chunks: Sequence[_Chunk],
-        each: Callable[[int], None] = lambda nbytes: None,
-        *,
-        go_on: bool = False,
-    ) -> Iterator[str]:
         buffer = memoryview(bytearray(fmt.CHUNK_BYTES))
         with _Files(self.folder, self.manifest.files) as files:
-            for chunk in chunks:
-                fd, path = files.at(chunk.file)
-                block = buffer[: chunk.nbytes]
-                _read_into(fd, path, block, chunk.offset)
-                if zlib.crc32(block) != chunk.sum:
-                    problem = (
-                        f"{path} is damaged in {chunk.key!r}: the checksum of bytes "
-                        f"{chunk.offset} to {chunk.offset + chunk.nbytes} differs"
-                    )
-                    if not go_on:
-                        raise CorruptCheckpointError(problem)
-                    yield problem
+            for chunk in sorted(c for t in self.tensors.values() for c in _chunks_of(t)):
+                if not whole[chunk.file]:
+                    continue
+                try:
+                    files.read(chunk, buffer)
+                except CorruptCheckpointError as error:
+                    yield str(error)
                 each(chunk.nbytes)
 
     # -- reading ---------------------------------------------------------------------------------
 
-    def read(self, wants: Iterable[Want]) -> None:
+    def read(self, wants: Iterable[Want], rank: int = 0, size: int = 1) -> None:
+        """As in `Source`. All ranks together look at every file, needed or not."""
         wanted = list(wants)
-        buffer = memoryview(bytearray(0))
+        transfers = sorted(t for i, w in enumerate(wanted) for t in self._transfers(i, w))
+        needed = {t.file for t in transfers}
+        for index, file in enumerate(self.manifest.files):
+            if index in needed or index % size == rank:
+                self.check_file(file)
+        self._carry_out(transfers, wanted)
+
+    def fill(self, want: Want) -> None:
+        """One range, without a look at the files as a whole."""
+        self._carry_out(sorted(self._transfers(0, want)), [want])
+
+    def _carry_out(self, transfers: Sequence[_Transfer], wanted: Sequence[Want]) -> None:
         with _Files(self.folder, self.manifest.files) as files:
-            for t in sorted(t for i, w in enumerate(wanted) for t in self._transfers(i, w)):
-                fd, path = files.at(t.file)
+            for t in transfers:
                 want = wanted[t.want]
-                if not callable(want.into):
-                    _read_into(fd, path, want.into[t.at : t.at + t.nbytes], t.offset)
+                if not callable(want.into) and t.nbytes == t.chunk.nbytes:
+                    files.read(t.chunk, want.into[t.at : t.at + t.nbytes])
                     continue
-                if not len(buffer):
-                    buffer = memoryview(bytearray(fmt.CHUNK_BYTES))
-                width = self.tensors[want.key].itemsize
-                for start in range(0, t.nbytes, fmt.CHUNK_BYTES):
-                    block = buffer[: min(fmt.CHUNK_BYTES, t.nbytes - start)]
-                    _read_into(fd, path, block, t.offset + start)
-                    want.into((t.at + start) // width, block)
+                begin = t.offset - t.chunk.offset
+                block = files.kept(t.chunk)[begin : begin + t.nbytes]
+                if callable(want.into):
+                    want.into(t.at // self.tensors[want.key].itemsize, block)
+                else:
+                    want.into[t.at : t.at + t.nbytes] = block
 
     def _transfers(self, index: int, want: Want) -> Iterator[_Transfer]:
         tensor = self.tensors[want.key]
@@ -186,18 +186,25 @@ class Reader:
                 f"{len(want.into)} bytes"
             )
         for part, common in tensor.overlapping(want.span):
-            offset = part.offset + (common.start - part.start) * width
-            at = (common.start - want.span.start) * width
-            yield _Transfer(part.file, offset, common.length * width, index, at)
+            start, stop = (part.offset + (edge - part.start) * width for edge in common)
+            at = start - (common.start - want.span.start) * width
+            for chunk in _chunks(tensor, part, common):
+                begin = max(start, chunk.offset)
+                nbytes = min(stop, chunk.offset + chunk.nbytes) - begin
+                yield _Transfer(part.file, begin, nbytes, index, begin - at, chunk)
+
+    def blocks(self, key: str) -> Iterator[memoryview]:
+        """The bytes of a tensor in order, checked; a block is valid until the next one."""
+        buffer = memoryview(bytearray(fmt.CHUNK_BYTES))
+        with _Files(self.folder, self.manifest.files) as files:
+            for chunk in _chunks_of(self.tensors[key]):
+                yield files.read(chunk, buffer)
 
     def array(self, key: str) -> tuple[TensorInfo, np.ndarray[Any, np.dtype[np.uint8]]]:
-        """A small tensor, checked: what it is, and its bytes."""
+        """A small tensor: what it is, and its bytes."""
         tensor = self.tensors[key]
         data = np.empty(tensor.nbytes, np.uint8)
-        want = Want(key, Span(0, tensor.numel), data.data)
-        for _ in self._check_chunks(sorted(self._chunks(want))):
-            pass
-        self.read([want])
+        self.fill(Want(key, Span(0, tensor.numel), data.data))
         return tensor, data
 
     def decode(
@@ -225,20 +232,12 @@ class Reader:
         return tree.decode(value, fetch)
 
 
-class _Chunk(NamedTuple):
-    file: int
-    offset: int
-    nbytes: int
-    sum: int
-    key: str
-
-
 def open_safetensors(path: Path) -> Reader:
     """A plain safetensors file as if it were a checkpoint of nothing but parameters."""
     with _opened(path) as fd:
         nbytes = os.fstat(fd).st_size
         length = fmt.header_length(_read(fd, path, min(8, nbytes), 0), path, nbytes)
-        tensors, _ = fmt.read_header(_read(fd, path, 8 + length, 0), path, nbytes)
+        tensors, about = fmt.read_header(_read(fd, path, 8 + length, 0), path, nbytes)
     found = {}
     for name, stored in tensors.items():
         if stored.dtype not in fmt.DTYPE_OF:
@@ -251,12 +250,17 @@ def open_safetensors(path: Path) -> Reader:
         key = f"param/{name}"
         found[key] = TensorInfo(key, dtype, stored.shape, (part,))
     file = ShardFile(path.name, 0, nbytes, 8 + length, "")
-    return Reader(path.parent, plain_manifest([file], found))
+    state = None
+    with contextlib.suppress(ValueError):  # of somebody else
+        state = json.loads(about.get(fmt.ABOUT, "null"))
+    return Reader(path.parent, plain_manifest([file], found, state))
 
 
-def plain_manifest(files: Sequence[ShardFile], tensors: Mapping[str, TensorInfo]) -> Manifest:
-    """That of a file which says nothing but tensors."""
-    return Manifest("", "", 1, None, "", "", {}, tuple(files), tensors, {}, None, ())
+def plain_manifest(
+    files: Sequence[ShardFile], tensors: Mapping[str, TensorInfo], state: Any = None
+) -> Manifest:
+    """That of a file which says little but tensors."""
+    return Manifest("", "", 1, None, "", "", {}, tuple(files), tensors, {}, state, ())
 
 
 @dataclasses.dataclass
@@ -275,10 +279,8 @@ class ArraySource:
     def __post_init__(self) -> None:
         self.manifest = plain_manifest([], self.tensors)
 
-    def check(self, wants: Sequence[Want], rank: int = 0, size: int = 1) -> None:
-        """Nothing is known about the bytes; whether they are there has been seen on opening."""
-
-    def read(self, wants: Iterable[Want]) -> None:
+    def read(self, wants: Iterable[Want], rank: int = 0, size: int = 1) -> None:
+        """As in `Source`; nothing is known about the bytes but that they should be there."""
         for want in wants:
             tensor = self.tensors[want.key]
             step = max(1, fmt.CHUNK_BYTES // tensor.itemsize)
@@ -312,19 +314,38 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 class _Files:
-    """The shards, one open at a time."""
+    """The shards, one open at a time, and the last chunk of which only a part was wanted."""
 
     def __init__(self, folder: Path, files: Sequence[ShardFile]) -> None:
         self._folder, self._files = folder, files
         self._stack = contextlib.ExitStack()
         self._open = (-1, -1)  # index, descriptor
+        self._buffer = memoryview(b"")
+        self._kept: tuple[_Chunk, memoryview] | None = None
 
-    def at(self, index: int) -> tuple[int, Path]:
-        path = self._folder / self._files[index].name
-        if self._open[0] != index:
+    def read(self, chunk: _Chunk, into: memoryview) -> memoryview:
+        """The bytes of the chunk, at the beginning of `into`; raises unless they are sound."""
+        path = self._folder / self._files[chunk.file].name
+        if self._open[0] != chunk.file:
             self._stack.close()
-            self._open = (index, self._stack.enter_context(_opened(path)))
-        return self._open[1], path
+            self._open = (chunk.file, self._stack.enter_context(_opened(path)))
+        block = into[: chunk.nbytes]
+        _read_into(self._open[1], path, block, chunk.offset)
+        if chunk.sum is not None and zlib.crc32(block) != chunk.sum:
+            raise CorruptCheckpointError(
+                f"{path} is damaged in {chunk.key!r}: the checksum of bytes {chunk.offset} to "
+                f"{chunk.offset + chunk.nbytes} differs"
+            )
+        return block
+
+    def kept(self, chunk: _Chunk) -> memoryview:
+        """The same in a buffer, which stays for neighbours that want more of the chunk."""
+        if self._kept is None or self._kept[0] != chunk:
+            if not len(self._buffer):
+                self._buffer = memoryview(bytearray(fmt.CHUNK_BYTES))
+            self._kept = None
+            self._kept = (chunk, self.read(chunk, self._buffer))
+        return self._kept[1]
 
     def __enter__(self) -> _Files:
         return self

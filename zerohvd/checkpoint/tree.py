@@ -39,6 +39,15 @@ def encode(
         arrays: Collects what is stored beside the JSON.
         to_array: Knows the arrays of a framework, and returns None for anything else.
     """
+    try:
+        return _encode(value, prefix, arrays, to_array)
+    except RecursionError:
+        raise ValueError(f"{prefix[:60]}... is nested too deeply, or contains itself") from None
+
+
+def _encode(
+    value: Any, prefix: str, arrays: dict[str, Array], to_array: Callable[[Any], Array | None]
+) -> Any:
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, np.generic):
@@ -51,13 +60,13 @@ def encode(
         return {"!complex": [encode(v, prefix, arrays) for v in (value.real, value.imag)]}
     if isinstance(value, (bytes, bytearray)):
         return {"!bytes": base64.b64encode(value).decode()}
-    array = _numpy(value) if isinstance(value, np.ndarray) else to_array(value)
+    array = _numpy(value, prefix) if isinstance(value, np.ndarray) else to_array(value)
     if array is not None:
         arrays[prefix] = array
         return {"!array": prefix, "of": array.of}
 
     def inside(part: Any, where: Any) -> Any:
-        return encode(part, f"{prefix}.{where}", arrays, to_array)
+        return _encode(part, f"{prefix}.{where}", arrays, to_array)
 
     if isinstance(value, (list, tuple, set, frozenset, deque)):
         ordered = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
@@ -78,9 +87,11 @@ def _kind(value: Any) -> type:
     return next(kind for kind in _SEQUENCES if isinstance(value, kind))
 
 
-def _numpy(value: npt.NDArray[Any]) -> Array:
+def _numpy(value: npt.NDArray[Any], where: str) -> Array:
     if value.dtype.kind not in "biufc":
-        raise TypeError(f"an array of {value.dtype} cannot be stored; arrays of numbers can")
+        raise TypeError(
+            f"{where} is an array of {value.dtype}, which cannot be stored; arrays of numbers can"
+        )
     little = value.astype(value.dtype.newbyteorder("<"), copy=False)
     return Array(value.dtype.name, value.shape, np.ascontiguousarray(little), "numpy")
 

@@ -38,11 +38,15 @@ from zerohvd.checkpoint.manifest import (
 from zerohvd.collectives import Collectives
 
 # The disk is told to start on what was written after so many bytes, while more is being prepared.
-_FLUSH_BYTES = 16 << 20
-_BLOCK_BYTES = 8 << 20
+_FLUSH_BYTES = 4 << 20
+_BLOCK_BYTES = 4 << 20
 # How long the first rank waits for the files of others to show up, on file systems that take
 # their time to show one machine what another has written.
 _VISIBLE_SECONDS = 30.0
+
+
+# Ids of the saves of this process: what they have written so far is no leftover of a killed one.
+under_way: set[str] = set()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +96,8 @@ def begin(path: Path, collectives: Collectives, plan: Plan) -> tuple[Draft, list
             shutil.rmtree(fmt.partial_path(path, save_id), ignore_errors=True)
         raise
     draft = Draft(path, everyone[0]["id"], collectives.rank, collectives.size)
+    if draft.rank == 0:  # who removes leftovers
+        under_way.add(draft.id)
     return draft, [one["said"] for one in everyone]
 
 
@@ -216,14 +222,22 @@ class Draft:
             os.rename(self.path, old)
         os.rename(self.folder, self.path)
         _sync_folder(self.path.parent)
+        under_way.discard(self.id)
         for what in ("replaced", "partial"):
             for left in leftovers(self.path, what):
-                shutil.rmtree(left, ignore_errors=True)
+                remove_leftover(left)
 
     def discard(self) -> None:
         """Remove what has been written; the folder's name says that it is unfinished anyway."""
+        under_way.discard(self.id)
         if self.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def remove_leftover(path: Path) -> None:
+    """Remove what a killed save has left, unless that save is alive and this process'."""
+    if path.name.rpartition("-")[2] not in under_way:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def write_shard(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras_world import RANK, SIZE, X, Y, assert_ranks_agree, assert_same, few, make_model
+from peak_memory import peak_growth
 
 import zerohvd.keras as zero
 from zerohvd.checkpoint import read_manifest
@@ -235,27 +236,140 @@ def test_checkpoints_of_other_models_and_optimizers_are_refused(shared_folder):
         zero.load(shared_folder / "none", other, again)
 
 
-def test_plain_files_in_and_out(shared_folder):
+def test_a_save_on_one_rank_only_is_an_error_not_a_hang(shared_folder):
+    if hvd.size() == 1:
+        return
+    model, opt = build(OPTIMIZERS["adam"])
+    train(model, opt, 0, 1)
+    calls = {True: lambda: zero.save(shared_folder / "a", model, opt),
+             False: lambda: train(model, opt, 1, 2)}  # fmt: skip
+    with pytest.raises(Exception, match=r"called zero.save\(\) while|Mismatched") as caught:
+        calls[RANK == 0]()
+    assert isinstance(caught.value, zero.DisagreementError) or RANK
+    with pytest.raises(zero.DisagreementError, match=r"rank 0 zero.save\(\), rank 1 zero.load\(\)"):
+        if RANK == 0:
+            zero.save(shared_folder / "a", model, opt)
+        else:
+            zero.load(shared_folder / "a", model, opt)
+    # Ranks that come together again go on.
+    train(model, opt, 1, 2)
+    zero.save(shared_folder / "a", model, opt)
+    train(model, opt, 2, 3)
+    zero.load(shared_folder / "a", model, opt)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_fit_says_that_another_rank_saves(shared_folder, stage):
+    if hvd.size() == 1:
+        return
+    model = fit_model(stage)
+    model.fit(data(), epochs=1)
+    with pytest.raises(zero.DisagreementError, match=r"zero.save\(\)"):
+        if RANK == 0:
+            zero.save(shared_folder / "a", model)
+        else:
+            model.fit(data(), epochs=1)
+    zero.save(shared_folder / "a", model)
+    assert zero.load(shared_folder / "a", model) is None
+
+
+SUFFIXES = (".weights.h5", ".safetensors", ".keras")
+
+
+def write_plain(model, checkpoint, out):
+    """What a user has: made by Keras from a plain model, or by `consolidate` from a checkpoint."""
+    from zerohvd.cli import main
+
+    if out.suffix == ".safetensors":
+        assert main(["checkpoint", "consolidate", str(checkpoint), str(out)]) == 0
+    elif out.suffix == ".keras":
+        model.save(out)
+    else:
+        model.save_weights(out)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_plain_files_into_a_sharded_model(shared_folder, suffix):
+    model, opt = build(OPTIMIZERS["adam"], model=noisy_model())
+    train(model, opt, 0, 3)
+    zero.save(shared_folder / "a", model, opt)
+    out = shared_folder / f"model{suffix}"
+    if RANK == 0:
+        plain = noisy_model()
+        plain.compile("adam", "mse", metrics=["mae"])  # of which nothing is to be loaded
+        plain.set_weights(model.get_weights())
+        write_plain(plain, shared_folder / "a", out)
+    hvd.allreduce(tf.zeros(1), name="written")
+    for stage in (0, 1, 2):
+        # The layers of every further model have other numbers in their names.
+        other, again = build(OPTIMIZERS["adam"], stage, noisy_model())
+        assert not np.array_equal(other.get_weights()[0], model.get_weights()[0])
+        zero.load(out, other, again)
+        for a, b in zip(other.weights, model.weights, strict=True):
+            np.testing.assert_array_equal(a.numpy(), b.numpy())
+        assert int(again.iterations) == 0
+        train(other, again, 3, 4)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_plain_files_of_other_models_are_refused(shared_folder, suffix):
+    def variant(units, more=False):
+        keras.utils.set_random_seed(3)
+        layers = [keras.layers.Dense(units, name="up"), keras.layers.Dense(3, name="down")]
+        layers += [keras.layers.Dense(3, name="more")] if more else []
+        return keras.Sequential([keras.Input((5,)), *layers])
+
+    small, large, wide = variant(4), variant(4, more=True), variant(6)
+    files = {}
+    for name, model in (("small", small), ("large", large)):
+        files[name] = shared_folder / f"{name}{suffix}"
+        zero.save(shared_folder / name, model)
+        if RANK == 0:
+            write_plain(model, shared_folder / name, files[name])
+    hvd.allreduce(tf.zeros(1), name="written")
+
+    def refused(model, file, match):
+        before = values(model)
+        with pytest.raises(ValueError, match=match):
+            zero.load(file, model)
+        for a, b in zip(values(model), before, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+    refused(large, files["small"], r"the model has 2 tensors that the checkpoint lacks .*more")
+    refused(small, files["large"], r"the checkpoint has 2 tensors that the model lacks")
+    refused(wide, files["small"], r"'up/bias' has shape \(4,\) in the checkpoint, but \(6,\)|"
+            r"'up/kernel' has shape \(5, 4\) in the checkpoint, but \(5, 6\)")  # fmt: skip
+    small.set_weights([w + 1 for w in small.get_weights()])
+    zero.load(files["large"], small, strict=False)
+    for a, b in zip(small.get_weights(), large.get_weights()[:4], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_consolidated_weights_are_what_keras_reads(shared_folder):
     from zerohvd.cli import main
 
     model, opt = build(OPTIMIZERS["adam"], model=noisy_model())
     train(model, opt, 0, 3)
     zero.save(shared_folder / "a", model, opt)
-    for name in ("model.weights.h5", "model.safetensors"):
-        out = shared_folder / name
-        if RANK == 0:
-            assert main(["checkpoint", "consolidate", str(shared_folder / "a"), str(out)]) == 0
-        hvd.allreduce(tf.zeros(1), name="written")
-        other, again = build(OPTIMIZERS["adam"], 1, noisy_model())
-        if name.endswith(".h5"):
-            plain = noisy_model()
-            plain.load_weights(out)
-            for a, b in zip(plain.trainable_variables, model.trainable_variables, strict=True):
-                np.testing.assert_array_equal(a.numpy(), b.numpy())
-            zero.load(out, other, again)
-        else:
-            zero.load(out, other, again, strict=False)
-            continue  # names of layers are numbered, so they may differ here
-        for a, b in zip(other.trainable_variables, model.trainable_variables, strict=True):
+    if RANK == 0:
+        out = shared_folder / "model.weights.h5"
+        assert main(["checkpoint", "consolidate", str(shared_folder / "a"), str(out)]) == 0
+        plain = noisy_model()
+        plain.load_weights(out)
+        for a, b in zip(plain.weights, model.weights, strict=True):
             np.testing.assert_array_equal(a.numpy(), b.numpy())
-        train(other, again, 3, 4)
+
+
+def test_loading_takes_memory_for_the_own_shards_and_a_buffer(shared_folder):
+    if hvd.size() > 2:
+        return  # as many bytes on more ranks: nothing new, but time
+    layers = [keras.layers.Dense(1024, use_bias=False) for _ in range(10)]
+    model, opt = build(
+        OPTIMIZERS["adam"], model=keras.Sequential([keras.Input((1024,)), *layers]),
+        bucket_bytes=1 << 22,
+    )  # fmt: skip
+    zero.save(shared_folder / "a", model, opt)
+    zero.load(shared_folder / "a", model, opt)  # TensorFlow sets itself up
+    own = 3 * 4 * 10 * 1024 * 1024 // hvd.size()  # parameters and two moments
+    grown = peak_growth(lambda: zero.load(shared_folder / "a", model, opt))
+    assert own // 2 < grown < own + (16 << 20), (grown / 2**20, own / 2**20)

@@ -10,6 +10,7 @@ import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
+from peak_memory import peak_growth
 from torch import nn
 from training import (
     STAGES,
@@ -532,3 +533,29 @@ def test_saving_over_and_over_leaves_one_checkpoint(shared_folder):
     hvd.barrier()
     if hvd.rank() == 0:
         shutil.rmtree(shared_folder / "a")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("trained", [False, True])
+def test_loading_takes_memory_for_the_own_shards_and_a_buffer(shared_folder, stage, trained):
+    if hvd.size() > 2:
+        return  # as many bytes on more ranks: nothing new, but time
+
+    def build():
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(10)))
+        return zero.zeroify(model, adamw(model.parameters()), stage=stage, bucket_bytes=1 << 22)
+
+    def step(model, opt):
+        opt.zero_grad()
+        model(torch.ones(1, 1024)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+
+    model, opt = build()
+    step(model, opt)
+    zero.save(shared_folder / "a", model, opt)
+    if not trained:
+        model, opt = build()
+    own = 3 * 4 * 10 * 1024 * 1024 // hvd.size()  # parameters and two moments
+    grown = peak_growth(lambda: zero.load(shared_folder / "a", model, opt))
+    assert own // 2 < grown < own + (12 << 20), (grown / 2**20, own / 2**20)

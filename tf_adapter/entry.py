@@ -1,0 +1,86 @@
+"""Before ranks work together, they compare what each is about to do.
+
+A rank that saves while another one trains would wait for it for ever, each in a collective of its
+own. So a call begins with a small one that has the name of the first operation of a step, but is of
+another kind: Horovod refuses that on both ranks at once, and training pays nothing for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from zerohvd.errors import DisagreementError
+from zerohvd.keras.step import Step
+
+SAVE, LOAD = 1, 2
+_DOINGS = {SAVE: "zero.save()", LOAD: "zero.load()"}
+_TOGETHER = "All ranks make these calls together: do not put one behind `if hvd.rank() == 0`"
+# What Horovod says when ranks do different things under one name.
+_REFUSED = "Mismatched operations: One rank did"
+
+
+def meet(step: Step, doing: int) -> None:
+    """Return when all ranks have come to the same call; raises on those that came to another.
+
+    Args:
+        step: Of the optimizer that all ranks train with.
+        doing: SAVE or LOAD.
+    """
+    wire = step.wire
+    if wire.size == 1 or not step.layout.buckets:
+        return
+    how = wire._how(_first_operation(step))
+
+    @tf.function(autograph=False)
+    def compare(said: Any) -> Any:  # in a graph, or it would have no name of its own
+        return hvd.allgather(said, **how)
+
+    try:
+        heard = compare(tf.constant([doing], tf.int64)).numpy().tolist()
+    except Exception as error:
+        if _REFUSED not in str(error):
+            raise
+        raise DisagreementError(
+            f"rank {wire.rank} called {_DOINGS[doing]} while another rank trains. {_TOGETHER}"
+        ) from error
+    # Every rank hears the same, so all of them take the same branch.
+    if len(set(heard)) > 1:
+        calls = ", ".join(f"rank {rank} {_DOINGS[call]}" for rank, call in enumerate(heard))
+        raise DisagreementError(f"the ranks called different things: {calls}. {_TOGETHER}")
+
+
+def _first_operation(step: Step) -> str:
+    """The name of that which every step begins with, unless the first bucket is a sparse table."""
+    wire, bucket = step.wire, step.layout.buckets[0]
+    lengths = {span.length for span in bucket.spans()}
+    narrow = tf.as_dtype(step.config.reduce_dtype or bucket.dtype).size == 2
+    whole = step.layout.size == 1
+    native = hvd.nccl_built() and not narrow and len(lengths) == 1
+    if wire.plan.eager:
+        # TensorFlow calls an operation outside of graphs by its kind.
+        kind = "Allreduce" if whole and not narrow else "Reducescatter" if native else "Alltoall"
+        return f"Horovod{kind}"
+    name = step._name(bucket, "allreduce" if whole else "reducescatter")
+    if whole and not narrow:
+        return name
+    name = f"{name}/reducescatter" if whole else name
+    return name if native or wire.size == 2 else f"{name}/0"
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Training inside it says what it means when another rank is at `meet`."""
+    try:
+        yield
+    except Exception as error:
+        if _REFUSED not in str(error):
+            raise
+        raise DisagreementError(
+            f"rank {hvd.rank()} trains while another rank called {' or '.join(_DOINGS.values())}. "
+            f"{_TOGETHER}"
+        ) from error
