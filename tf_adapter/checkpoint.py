@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from zerohvd.checkpoint import ArraySource, Content, Reader, open_safetensors
+from zerohvd.checkpoint import ArraySource, Content, Reader, encode, open_safetensors
 from zerohvd.checkpoint import Plan as SavePlan
 from zerohvd.checkpoint import save as save_planned
 from zerohvd.checkpoint.format import absolute
@@ -64,6 +64,8 @@ def prepare_save(
     def look() -> dict[str, int]:
         if not model.built:
             raise ValueError("the model is not built yet: call it on a batch, or model.build()")
+        # What cannot be stored shows before anything is.
+        encode({"extra": extra}, "state", {}, storing.to_array)
         made.append(Holdings(model, optimizer))
         return made[0].sums()
 

@@ -52,7 +52,7 @@ class Plan:
         self._marks = marks  # outlives the plan: a graph that was traced earlier writes to them
         self._sections = {"": _Section(None)}
         self._current = ""
-        self.eager = tf.executing_eagerly()
+        self.eager = tf.executing_eagerly()  # whether the step is called, or traced
 
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[None]:
@@ -149,6 +149,7 @@ class Wire:
             self._zero = tf.Variable(0.0, trainable=False, name="zero")
         self._marks: dict[str, tf.Variable] = {}
         self.plan = self.new_plan()
+        self.plan.eager = False  # as in `fit`, until a step says otherwise
 
     def new_plan(self) -> Plan:
         self.plan = Plan(self.size, self.step, self._marks)

@@ -44,6 +44,7 @@ def content(
         rank: This one.
     """
     size = len(sums)
+    _check_same_names(sums)
     made = Content("keras", step=step)
     if held.optimizer is not None:
         pieces = list(_pieces(held.optimizer))
@@ -56,6 +57,17 @@ def content(
     made.entries += _others(held, sums, rank)
     _describe(made, held, extra, metric, rank)
     return made
+
+
+def _check_same_names(sums: list[dict[str, int]]) -> None:
+    for rank, names in enumerate(sums):
+        differing = sorted(set(names) ^ set(sums[0]))
+        if differing:
+            raise ValueError(
+                f"ranks 0 and {rank} have other variables in the model; {differing[0]!r} is on one "
+                "of them only. Make the same models, in the same order, on every rank: Keras "
+                "numbers the names of layers"
+            )
 
 
 def entry(kind: str, name: str, shape: Any, span: Span, value: Any) -> Entry:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zerohvd.checkpoint import ArraySource, Content, Reader, open_safetensors, together
+from zerohvd.checkpoint import ArraySource, Content, Reader, encode, open_safetensors, together
 from zerohvd.checkpoint import Plan as SavePlan
 from zerohvd.checkpoint import save as save_planned
 from zerohvd.checkpoint.format import absolute
@@ -21,7 +21,7 @@ from zerohvd.torch.holdings import Holdings, owner_of
 from zerohvd.torch.optimizer import ZeroOptimizer
 from zerohvd.torch.plain_files import TORCH_SUFFIXES, open_torch_file
 from zerohvd.torch.restoring import Plan
-from zerohvd.torch.tensors import from_array
+from zerohvd.torch.tensors import from_array, to_array
 
 
 def save(
@@ -70,20 +70,22 @@ def prepare_save(
     holder = owner(model, opt, "zero.save")
     ranks = meet(holder, SAVE)
     found: list[Holdings] = []
+    shared: dict[str, Any] = {}
 
     def look() -> list[int]:
         found.append(Holdings(model, holder))
+        shared.update(
+            extra=extra,
+            schedulers=[s.state_dict() for s in _several(scheduler)],
+            scaler=None if scaler is None else scaler.state_dict(),
+            metric=metric,
+        )
+        encode(shared, "state", {}, to_array)  # what cannot be stored shows before anything is
         for section in found[0].sections:
             section.refresh_masters(section.buckets)
         return storing.buffer_sums(found[0])
 
     def make(buffer_sums: list[list[int]]) -> Content:
-        shared = {
-            "extra": extra,
-            "schedulers": [s.state_dict() for s in _several(scheduler)],
-            "scaler": None if scaler is None else scaler.state_dict(),
-            "metric": metric,
-        }
         counted = storing.training_step(opt, extra, step)
         return storing.content(
             found[0], opt, shared=shared, step=counted, buffer_sums=buffer_sums, rank=ranks.rank

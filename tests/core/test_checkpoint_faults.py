@@ -27,6 +27,8 @@ from hypothesis import strategies as st
 
 from zerohvd.checkpoint import CheckpointError, CorruptCheckpointError, Reader, format, save
 from zerohvd.checkpoint import writer as writing
+from zerohvd.checkpoint.compare import differences
+from zerohvd.checkpoint.consolidate import consolidate
 from zerohvd.testing import ThreadWorld
 
 HERE = Path(__file__).resolve().parent
@@ -99,6 +101,13 @@ def test_a_file_of_another_save_is_named(sound, tmp_path):
     name = files(sound)[1]
     shutil.copy(sound / "b" / name, tmp_path / "a" / name)
     expect_refusal(tmp_path / "a", "belongs to another save")
+    for act in (
+        lambda: consolidate(tmp_path / "a", tmp_path / "out.safetensors"),
+        lambda: list(differences(Reader.open(tmp_path / "a"), Reader.open(sound / "a"))),
+    ):
+        with pytest.raises(CorruptCheckpointError, match="belongs to another save"):
+            act()
+    assert not (tmp_path / "out.safetensors").exists()
 
 
 def test_a_manifest_of_another_version_says_what_to_do(sound, tmp_path):

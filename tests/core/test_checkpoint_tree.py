@@ -73,7 +73,7 @@ def test_a_tag_of_the_future_is_refused():
 def test_a_value_that_contains_itself_is_refused():
     value: list = []
     value.append({"again": value})
-    with pytest.raises(ValueError, match=r"state\.extra.*contains itself"):
+    with pytest.raises(ValueError, match=r"in state\.extra .*contains itself"):
         encode(value, "state.extra", {})
 
 

@@ -31,6 +31,8 @@ def differences(
         a, b: The checkpoints.
         each: Told how many bytes of `a` have been compared since it was last called.
     """
+    for reader in (a, b):
+        reader.check_files()
     for field in ("framework", "step", "values"):
         ours, theirs = getattr(a.manifest, field), getattr(b.manifest, field)
         if ours != theirs:

@@ -51,6 +51,7 @@ def consolidate(
     """
     write = _writer(out)
     reader = Reader.open(path)
+    reader.check_files()
     found = weights(reader, masters=masters)
     draft = out.with_name(f"{out.name}.partial-{secrets.token_hex(8)}")
     try:

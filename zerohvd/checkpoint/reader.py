@@ -122,6 +122,11 @@ class Reader:
             )
         raise CorruptCheckpointError(f"{path} is damaged: the checksum of its header differs")
 
+    def check_files(self) -> None:
+        """Raise unless all files are what the manifest says, as far as one sees from outside."""
+        for file in self.manifest.files:
+            self.check_file(file)
+
     def check_all(self, each: Callable[[int], None] = lambda nbytes: None) -> Iterator[str]:
         """What is wrong with any byte of the checkpoint, problem by problem.
 

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from zerohvd.checkpoint.format import SAFETENSORS
+
 
 class Array(NamedTuple):
     """An array of any library, as bytes."""
@@ -42,7 +44,9 @@ def encode(
     try:
         return _encode(value, prefix, arrays, to_array)
     except RecursionError:
-        raise ValueError(f"{prefix[:60]}... is nested too deeply, or contains itself") from None
+        raise ValueError(
+            f"something in {prefix} is nested too deeply, or contains itself"
+        ) from None
 
 
 def _encode(
@@ -62,6 +66,8 @@ def _encode(
         return {"!bytes": base64.b64encode(value).decode()}
     array = _numpy(value, prefix) if isinstance(value, np.ndarray) else to_array(value)
     if array is not None:
+        if array.dtype not in SAFETENSORS:
+            raise _no_numbers(prefix, array.dtype)
         arrays[prefix] = array
         return {"!array": prefix, "of": array.of}
 
@@ -89,11 +95,15 @@ def _kind(value: Any) -> type:
 
 def _numpy(value: npt.NDArray[Any], where: str) -> Array:
     if value.dtype.kind not in "biufc":
-        raise TypeError(
-            f"{where} is an array of {value.dtype}, which cannot be stored; arrays of numbers can"
-        )
+        raise _no_numbers(where, value.dtype)
     little = value.astype(value.dtype.newbyteorder("<"), copy=False)
     return Array(value.dtype.name, value.shape, np.ascontiguousarray(little), "numpy")
+
+
+def _no_numbers(where: str, dtype: Any) -> TypeError:
+    return TypeError(
+        f"{where} is an array of {dtype}, which cannot be stored; arrays of numbers can"
+    )
 
 
 def _encode_mapping(

@@ -87,7 +87,7 @@ def begin(path: Path, collectives: Collectives, plan: Plan) -> tuple[Draft, list
         said = plan.look()
         if collectives.rank == 0:
             own.append(_make_folder(path))
-        return {"id": own[0] if own else None, "said": said}
+        return {"id": own[0] if own else None, "path": str(path), "said": said}
 
     try:
         _, everyone = together(collectives, "begin", act)
@@ -95,7 +95,8 @@ def begin(path: Path, collectives: Collectives, plan: Plan) -> tuple[Draft, list
         for save_id in own:  # this rank was ready, but another was not
             shutil.rmtree(fmt.partial_path(path, save_id), ignore_errors=True)
         raise
-    draft = Draft(path, everyone[0]["id"], collectives.rank, collectives.size)
+    first = everyone[0]
+    draft = Draft(path, first["id"], collectives.rank, collectives.size, first["path"])
     if draft.rank == 0:  # who removes leftovers
         under_way.add(draft.id)
     return draft, [one["said"] for one in everyone]
@@ -118,12 +119,20 @@ def _make_folder(path: Path) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """A checkpoint that is being written."""
+    """A checkpoint that is being written.
+
+    Args:
+        path: Where it is going to be.
+        id: Of this save.
+        rank, size: This rank, and how many there are.
+        agreed: What the first rank, which has made the folder, calls `path`.
+    """
 
     path: Path
     id: str
     rank: int
     size: int
+    agreed: str
 
     @property
     def folder(self) -> Path:
@@ -150,6 +159,11 @@ class Draft:
                 ]  # fmt: skip
             # For rank 0 to see, not for the disk to keep.
             _write(self._fragment(self.rank), json.dumps(fragment).encode(), durably=False)
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"cannot write {shard}: its folder is not there, though rank 0 has made it for "
+                f"{self.agreed}. All ranks must give the same path, on a file system they share"
+            ) from None
         except OSError as error:
             raise cannot("write", shard, error) from error
 

@@ -294,19 +294,20 @@ def test_plain_files_into_a_sharded_model(shared_folder, suffix):
     train(model, opt, 0, 3)
     zero.save(shared_folder / "a", model, opt)
     out = shared_folder / f"model{suffix}"
+    plain = noisy_model()
+    plain.compile("adam", "mse", metrics=["mae"])  # of which nothing is to be loaded
+    plain.set_weights(model.get_weights())
     if RANK == 0:
-        plain = noisy_model()
-        plain.compile("adam", "mse", metrics=["mae"])  # of which nothing is to be loaded
-        plain.set_weights(model.get_weights())
         write_plain(plain, shared_folder / "a", out)
-    hvd.allreduce(tf.zeros(1), name="written")
+    # Statistics are each rank's own; a file holds those of the first.
+    expected = [hvd.broadcast(w, 0, name=f"weight{i}") for i, w in enumerate(model.get_weights())]
     for stage in (0, 1, 2):
         # The layers of every further model have other numbers in their names.
         other, again = build(OPTIMIZERS["adam"], stage, noisy_model())
         assert not np.array_equal(other.get_weights()[0], model.get_weights()[0])
         zero.load(out, other, again)
-        for a, b in zip(other.weights, model.weights, strict=True):
-            np.testing.assert_array_equal(a.numpy(), b.numpy())
+        for a, b in zip(other.get_weights(), expected, strict=True):
+            np.testing.assert_array_equal(a, b)
         assert int(again.iterations) == 0
         train(other, again, 3, 4)
 
@@ -345,16 +346,28 @@ def test_plain_files_of_other_models_are_refused(shared_folder, suffix):
         np.testing.assert_array_equal(a, b)
 
 
+def test_mistakes_of_a_save_are_told_before_anything_is_written(shared_folder):
+    model, opt = build(OPTIMIZERS["sgd"])
+    with pytest.raises(TypeError, match=r"state\.extra\.s is an array of object"):
+        zero.save(shared_folder / "a", model, opt, extra={"s": tf.constant(["word"])})
+    named = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name=f"of_{RANK}")])
+    if SIZE > 1:
+        with pytest.raises(ValueError, match=r"of_0/bias' is on one of them only"):
+            zero.save(shared_folder / "a", named)
+    hvd.allreduce(tf.zeros(1), name="refused")
+    assert not list(shared_folder.iterdir())
+
+
 def test_consolidated_weights_are_what_keras_reads(shared_folder):
     from zerohvd.cli import main
 
     model, opt = build(OPTIMIZERS["adam"], model=noisy_model())
     train(model, opt, 0, 3)
     zero.save(shared_folder / "a", model, opt)
+    plain = noisy_model()
     if RANK == 0:
         out = shared_folder / "model.weights.h5"
         assert main(["checkpoint", "consolidate", str(shared_folder / "a"), str(out)]) == 0
-        plain = noisy_model()
         plain.load_weights(out)
         for a, b in zip(plain.weights, model.weights, strict=True):
             np.testing.assert_array_equal(a.numpy(), b.numpy())

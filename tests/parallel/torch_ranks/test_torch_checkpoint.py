@@ -28,6 +28,7 @@ from training import (
 
 import zerohvd.torch as zero
 from zerohvd.checkpoint import Reader, read_manifest
+from zerohvd.checkpoint.writer import Draft
 
 
 def assert_models_equal(a: nn.Module, b: nn.Module) -> None:
@@ -360,6 +361,30 @@ def test_a_checkpoint_of_another_model_is_refused(shared_folder):
     model.up = nn.Linear(7, 37)
     with pytest.raises(ValueError, match=r"up.weight. that is not the model's any more"):
         zero.save(shared_folder / "b", model, opt)
+
+
+def test_what_cannot_be_stored_is_told_before_anything_is_written(shared_folder, monkeypatch):
+    model, opt = sharded()
+    written = []
+    monkeypatch.setattr(Draft, "write", lambda self, content: written.append(content))
+    for extra, match in [
+        ({"sampler": object()}, r"state\.extra\.sampler is a object"),
+        ({"names": np.array(["a"])}, r"state\.extra\.names is an array of <U1"),
+    ]:
+        with pytest.raises(TypeError, match=match):
+            zero.save(shared_folder / "a", model, opt, extra=extra)
+    hvd.barrier()
+    assert not written and not list(shared_folder.iterdir())
+
+
+def test_ranks_that_save_to_different_paths_are_told(shared_folder):
+    if hvd.size() == 1:
+        return
+    model, opt = sharded()
+    with pytest.raises(zero.CheckpointError, match=r"rank 1: .*rank 0 has made it for .*at-0\b"):
+        zero.save(shared_folder / f"at-{hvd.rank()}", model, opt)
+    hvd.barrier()
+    assert not list(shared_folder.iterdir())
 
 
 def test_there_is_no_checkpoint(shared_folder):

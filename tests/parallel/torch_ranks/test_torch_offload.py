@@ -43,6 +43,25 @@ def test_offloaded_state_goes_both_ways(stage, tmp_path):
     assert_same(model, other, exact=True)
 
 
+@pytest.mark.parametrize("cls", [MatrixNet, Half])
+@pytest.mark.parametrize("trained", [False, True])
+def test_checkpoints_are_loaded_into_files(cls, trained, tmp_path, shared_folder, monkeypatch):
+    """Where state does not fit into memory, a load must not hold it there either."""
+    options = {"cls": cls, "stage": 3, "offload": "disk", "path": tmp_path}
+    model, opt = sharded(**options)
+    zero.save(shared_folder / "a", model, opt)
+    other, again = sharded(steps=2 if trained else 0, **options)
+    files = []
+    plain = again.offload.scratch
+    monkeypatch.setattr(again.offload, "scratch", lambda *a: files.append(a) or plain(*a))
+    zero.load(shared_folder / "a", other, again)
+    assert len(files) >= 3 * len(again.inner.state)  # a parameter or master, and two moments
+    assert zero.memory_report(again)["optimizer"] <= 8 * len(again.inner.state)
+    train(model, opt, first=5)
+    train(other, again, first=5)
+    assert_same(model, other, exact=True)
+
+
 def test_only_pieces_of_one_section_are_updated_at_a_time(tmp_path, monkeypatch):
     seen = []
     step = torch.optim.AdamW.step
