@@ -338,8 +338,7 @@ def test_plain_files_of_other_models_are_refused(shared_folder, suffix):
 
     refused(large, files["small"], r"the model has 2 tensors that the checkpoint lacks .*more")
     refused(small, files["large"], r"the checkpoint has 2 tensors that the model lacks")
-    refused(wide, files["small"], r"'up/bias' has shape \(4,\) in the checkpoint, but \(6,\)|"
-            r"'up/kernel' has shape \(5, 4\) in the checkpoint, but \(5, 6\)")  # fmt: skip
+    refused(wide, files["small"], r"up/kernel' has shape \(5, 4\) in the checkpoint, but \(5, 6\)")
     small.set_weights([w + 1 for w in small.get_weights()])
     zero.load(files["large"], small, strict=False)
     for a, b in zip(small.get_weights(), large.get_weights()[:4], strict=True):
