@@ -12,7 +12,10 @@ one rank's share.
 `Model.compile` switches XLA on where it can; Horovod has no such operations in XLA.
 
 `Model.save_weights` stores the optimizer's state along with the weights: one rank cannot do that,
-so the state stays out of it.
+so the state stays out of it. Saving a model would fail after the file has been emptied, or in the
+HDF5 format not fail at all: it is refused before.
+
+`SwapEMAWeights` exchanges variables and moving averages one by one; here averages are shared out.
 
 `Model.fit`, `evaluate` and `predict` draw progress bars: on rank 0 only, unless asked for. And
 where another rank saves meanwhile, they say so.
@@ -22,13 +25,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 import weakref
 from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
+from keras.src.legacy.saving import legacy_h5_format
+from keras.src.saving import saving_lib
 
+from zerohvd.errors import ShardedStateError
 from zerohvd.keras.collectives import join
 
 _models: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
@@ -49,6 +56,13 @@ def install() -> None:
     _wrap_model_method("save_weights", _save_weights)
     for name in ("fit", "evaluate", "predict"):
         _wrap_model_method(name, _quiet)
+    _wrap_model_method("fit", _warn_of_backups)
+    saving_lib.save_model = _whole_models_only(saving_lib.save_model)
+    legacy_h5_format.save_model_to_hdf5 = _no_hdf5(legacy_h5_format.save_model_to_hdf5)
+    swap = getattr(keras.callbacks, "SwapEMAWeights", None)  # Keras < 3.4 has none
+    if swap is not None:
+        swap._swap_variables = _on_shards(swap._swap_variables, "swap_averages")
+        swap._finalize_ema_values = _on_shards(swap._finalize_ema_values, "keep_as_averages")
 
 
 def _wrap_model_method(name: str, wrap: Any) -> None:
@@ -193,3 +207,63 @@ def _save_weights(original: Any) -> Any:
             optimizer.saved_state = None
 
     return save_weights
+
+
+def _whole_models_only(original: Any) -> Any:
+    @functools.wraps(original)
+    def save_model(model: Any, *args: Any, **kwargs: Any) -> Any:
+        optimizer = unwrap(getattr(model, "optimizer", None))
+        if optimizer is not None:
+            optimizer.check_savable()
+        return original(model, *args, **kwargs)
+
+    return save_model
+
+
+def _no_hdf5(original: Any) -> Any:
+    @functools.wraps(original)
+    def save_model_to_hdf5(
+        model: Any, filepath: Any, overwrite: bool = True, include_optimizer: bool = True
+    ) -> Any:
+        optimizer = unwrap(getattr(model, "optimizer", None))
+        if include_optimizer and optimizer is not None and optimizer.is_sharded:
+            raise ShardedStateError(
+                f"{filepath}: an HDF5 file would hold this rank's share of the optimizer state as "
+                "if it were everything. Call zero.save_model(model, path) on all ranks with a path "
+                "that ends with .keras; or store the model without its optimizer: "
+                "model.save(path, include_optimizer=False)."
+            )
+        return original(model, filepath, overwrite, include_optimizer)
+
+    return save_model_to_hdf5
+
+
+def _on_shards(original: Any, method: str) -> Any:
+    @functools.wraps(original)
+    def exchange(self: Any) -> Any:
+        optimizer = unwrap(self.model.optimizer)
+        if optimizer is None or optimizer.step is None or not optimizer.use_ema:
+            return original(self)
+        return getattr(optimizer.step, method)()
+
+    return exchange
+
+
+def _warn_of_backups(original: Any) -> Any:
+    @functools.wraps(original)
+    def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
+        optimizer = unwrap(getattr(self, "optimizer", None))
+        given = inspect.signature(original).bind_partial(self, *args, **kwargs).arguments
+        callbacks = getattr(given.get("callbacks"), "callbacks", given.get("callbacks")) or []
+        callbacks = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
+        if optimizer is not None and any(
+            isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks
+        ):
+            warnings.warn(
+                "BackupAndRestore cannot keep an optimizer state that is shared out: it brings "
+                "back the weights alone. zero.callbacks.Checkpoint(folder) brings back everything.",
+                stacklevel=2,
+            )
+        return original(self, *args, **kwargs)
+
+    return fit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -19,12 +19,18 @@ from zerohvd.keras.collectives import Wire
 from zerohvd.keras.pieces import NARROW, PieceVariable, tf_variable, variable_path
 from zerohvd.keras.step import Step
 from zerohvd.launchers import check_ranks
-from zerohvd.layout import Layout, ParamSpec, build_layout
+from zerohvd.layout import Layout, ParamSpec, Piece, Span, build_layout
 
 # glibc gives blocks beyond this back to the system, and takes a page fault for each of their
 # pages in every step: a collective on 64 MiB was measured six times slower than four on 16 MiB.
 _CHUNK_BYTES = 32 * MIB
 _NO_CHUNKS = 1 << 62
+
+# An update holds up to eight tensors of the size of what it updates. What a rank owns is updated
+# in parts of this share of a bucket, so that they make one bucket together; parts fit into the
+# processor's caches, too. Below the least size, starting operations would take longer than they do.
+_PARTS = 8
+_LEAST_PART_BYTES = 64 * 1024
 
 # What a variable is called whose gradient comes as rows; `build` sees variables, not gradients.
 _TABLE = re.compile("embed|table")
@@ -157,7 +163,10 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     def _pieces(self, layout: Layout, variables: Sequence[Any], wire: Wire) -> list[PieceVariable]:
         pieces: list[PieceVariable] = []
         chunks: dict[int, int] = {}
-        for piece in layout.pieces(wire.rank if layout.size > 1 else 0):
+        cut = layout.size > 1 and layout.partition == "flat"
+        most = max(_LEAST_PART_BYTES, self.config.bucket_bytes // _PARTS)
+        owned = layout.pieces(wire.rank if layout.size > 1 else 0)
+        for piece in (part for whole in owned for part in (_parts(whole, most) if cut else [whole])):
             spec = layout.params[piece.param]
             dtype = self.config.master_dtype or ("float32" if spec.dtype in NARROW else spec.dtype)
             chunk = chunks.get(piece.param, 0)
@@ -223,9 +232,17 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             self._build(trainable_variables, rows)
         self._check_variables_are_known(trainable_variables)
         aligned: list[Any] = [None] * len(self._trainable_variables)
+        given = set()
         for grad, variable in zip(grads, trainable_variables, strict=True):
-            aligned[self._get_variable_index(variable)] = grad
+            index = self._get_variable_index(variable)
+            aligned[index] = grad
+            given.add(index)
         self._agree_on_present(aligned)
+        self.step.frozen = frozenset(
+            index
+            for index, variable in enumerate(self._trainable_variables)
+            if index not in given and not variable.trainable
+        )
         with tf.name_scope(self.name):
             self.step.run(aligned, scaler, weighting.take())
 
@@ -293,21 +310,28 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
 
     # -- saving -----------------------------------------------------------------------------------
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this rank holds less than the whole state."""
+        return self.step is not None and self.step.layout.size > 1
+
+    def check_savable(self) -> None:
+        """Raise where saving would store this rank's share as if it were everything."""
+        if self.is_sharded and self.saved_state is None:
+            raise ShardedStateError(
+                "model.save() would store this rank's share of the optimizer state as if it "
+                "were everything. Call zero.save_model(model, path) on all ranks instead "
+                "(rank 0 writes), add zero.callbacks.Checkpoint(path) to fit, or store the "
+                "weights alone with model.save_weights(path), which any rank can do."
+            )
+
     def save_own_variables(self, store: Any) -> None:
         """Called by `model.save`; needs the whole state, which `zero.save_model` collects."""
         if self.step is None:
             return
+        self.check_savable()
         whole = self.saved_state
-        if whole is None:
-            if self.step.wire.size > 1 and self.config.stage > 0:
-                raise ShardedStateError(
-                    "model.save() would store this rank's share of the optimizer state as if it "
-                    "were everything. Call zero.save_model(model, path) on all ranks instead "
-                    "(rank 0 writes), add zero.callbacks.Checkpoint(path) to fit, or store the "
-                    "weights alone with model.save_weights(path), which any rank can do."
-                )
-            whole = state.local_state(self)
-        for key, value in whole.items():
+        for key, value in (state.local_state(self) if whole is None else whole).items():
             store[key] = value
 
     def load_own_variables(self, store: Any) -> None:
@@ -357,6 +381,11 @@ for _name in _DELEGATED:
 
 
 def _check_inner(optimizer: Any, config: ZeroConfig) -> None:
+    if optimizer is None:
+        raise TypeError(
+            "expected a Keras optimizer, its name or its configuration to wrap, got None; for "
+            'example zero.DistributedOptimizer(keras.optimizers.Adam(1e-3)), or "adam"'
+        )
     if isinstance(optimizer, DistributedOptimizer):
         raise TypeError(
             f"the optimizer is a DistributedOptimizer already ({optimizer.name!r}): wrap it once"
@@ -375,6 +404,19 @@ def _check_inner(optimizer: Any, config: ZeroConfig) -> None:
         raise ValueError(
             "grad_clip and the optimizer's own clipping are both set; use one of grad_clip, "
             "clipnorm, clipvalue and global_clipnorm"
+        )
+
+
+def _parts(piece: Piece, most: int) -> Iterator[Piece]:
+    """The piece in parts of at most so many bytes (of float32), each where memory is aligned."""
+    length = most // 64 * 16
+    # A part ends at a multiple from the start of the piece, which lies where TensorFlow slices
+    # without a copy.
+    for start in range(0, piece.param_span.length, length):
+        stop = min(start + length, piece.param_span.length)
+        yield piece._replace(
+            param_span=Span(start, stop).shift(piece.param_span.start),
+            bucket_span=Span(start, stop).shift(piece.bucket_span.start),
         )
 
 

@@ -87,6 +87,12 @@ class PieceVariable:
         """Forget the value, which belongs to one graph or one eager step."""
         self._value = None
 
+    def set(self, value: Any) -> None:
+        """The value to go on with, for the master too."""
+        self._value = value
+        if self.master is not None:
+            self.master.assign(value)
+
     # -- what an optimizer does with a variable ---------------------------------------------------
 
     def assign(self, value: Any, *_: Any, **__: Any) -> PieceVariable:

@@ -20,7 +20,7 @@ from zerohvd.config import ZeroConfig
 from zerohvd.keras import buffers, clipping, gradients, loss_scale, sparse
 from zerohvd.keras.collectives import Wire
 from zerohvd.keras.pieces import PieceVariable, tf_variable
-from zerohvd.layout import Bucket, Layout
+from zerohvd.layout import Bucket, Layout, Piece, Span
 
 # TensorFlow runs whatever can run, and would hold a copy of all gradients on their way. So many
 # buckets are under way at a time, once so many bytes of gradients (in buckets) have been freed that
@@ -71,6 +71,8 @@ class Step:
         self._turn = _Turn()
         # Which parameters get gradients; fixed by the first step, when all ranks compare theirs.
         self.present: frozenset[int] | None = None
+        # Which of them are frozen now and were not given to this step: left alone, as in Keras.
+        self.frozen: frozenset[int] = frozenset()
         # Nadam and the like change shared state once per step: all pieces in one call.
         base = keras.optimizers.SGD._backend_update_step
         self._one_call = type(inner)._backend_update_step is not base
@@ -154,7 +156,7 @@ class Step:
         with tf.control_dependencies(gradients.to_wait_for(done)):
             for index, variable in enumerate(self.variables):
                 constraint = getattr(variable, "constraint", None)
-                if constraint is not None and index in self.present:
+                if constraint is not None and self._updates(index):
                     native = tf_variable(variable)
                     native.assign(constraint(tf.convert_to_tensor(native)))
             self.inner._iterations.assign_add(1)
@@ -218,28 +220,35 @@ class Step:
             total = total if factor is None else total * tf.cast(factor, total.dtype)
             return total if scale is None else total / tf.cast(scale, total.dtype)
 
+        spans = [p.piece for p in pieces]
         if sparse.applies(bucket, self.layout.params[slot.param], grads[slot.param]):
+            owned = [_together(spans)] if spans else []
             found = sparse.reduce(
                 self.wire,
                 self._name(bucket, "sparse"),
                 gradients.cast(grads[slot.param], wire_dtype),
-                pieces[0].piece.param_span if pieces else None,
-                lambda: self._reduce_dense(bucket, grads, wire_dtype, pieces, lambda g: g),
+                owned[0].param_span if owned else None,
+                lambda: self._reduce_dense(bucket, grads, wire_dtype, owned, lambda g: g),
             )
-            found = [mean(g) for g in found]
+            if owned:
+                total, start = mean(found[0]), owned[0].param_span.start
+                found = [buffers.cut(total, s.param_span.shift(-start)) for s in spans]
         else:
-            found = self._reduce_dense(bucket, grads, wire_dtype, pieces, mean)
+            found = self._reduce_dense(bucket, grads, wire_dtype, spans, mean)
         return [
-            tf.reshape(grad, piece.shape) if piece.piece.param in self.present else None
+            tf.reshape(grad, piece.shape) if self._updates(piece.piece.param) else None
             for piece, grad in zip(pieces, found, strict=True)
         ]
+
+    def _updates(self, param: int) -> bool:
+        return param in self.present and param not in self.frozen
 
     def _reduce_dense(
         self,
         bucket: Bucket,
         grads: Sequence[Any],
         dtype: Any,
-        pieces: Sequence[PieceVariable],
+        pieces: Sequence[Piece],
         mean: Callable[[Any], Any],
     ) -> list[Any]:
         flats = {
@@ -249,9 +258,9 @@ class Step:
         }
         if self.wire.size == 1:
             return [
-                mean(buffers.cut(flats[p.piece.param], p.piece.param_span))
-                if p.piece.param in flats
-                else tf.zeros(p.shape, p.dtype)
+                mean(buffers.cut(flats[p.param], p.param_span))
+                if p.param in flats
+                else mean(tf.zeros([p.param_span.length], dtype))
                 for p in pieces
             ]
         packed = buffers.pack(bucket, flats, dtype)
@@ -262,12 +271,12 @@ class Step:
         else:
             lengths = [span.length for span in bucket.spans()]
             reduced = self.wire.reducescatter(packed, lengths, self._name(bucket, "reducescatter"))
-        if not pieces:
+        if not any(self._updates(p.param) for p in pieces):
             self.wire.keep(reduced)
         # Of the whole, which can be changed in place; a part of it could not.
         reduced = mean(reduced)
         start = bucket.span(self.rank).start
-        return [buffers.cut(reduced, p.piece.bucket_span.shift(-start)) for p in pieces]
+        return [buffers.cut(reduced, p.bucket_span.shift(-start)) for p in pieces]
 
     def _mean_factor(self, weight: Any, grads: Sequence[Any]) -> Any:
         """What turns the sum over the ranks into their mean; None: nothing to do."""
@@ -332,18 +341,18 @@ class Step:
     def _update_pieces(self, indices: Sequence[int], grads: Sequence[Any], rate: Any) -> None:
         """Let the inner optimizer change the pieces; their values are tensors afterwards."""
         pieces = [self.pieces[i] for i in indices]
-        for piece in pieces:
-            piece.load()
         # Keras leaves a variable without gradient alone, weight decay included.
         chosen = [(g, p) for g, p in zip(grads, pieces, strict=True) if g is not None]
+        for grad, piece in zip(grads, pieces, strict=True):
+            if grad is None:
+                piece.load()
         if not chosen and not self._one_call:
             return
         chosen_grads, chosen_pieces = [g for g, _ in chosen], [p for _, p in chosen]
         with self._turn.taken_by(self.inner):
             self.inner._backend_update_step(chosen_grads, chosen_pieces, rate)
         for piece in chosen_pieces:
-            if piece.master is not None:
-                piece.master.assign(piece.read_value())
+            piece.set(piece.read_value())
 
     def _gather(self, bucket: Bucket, assembled: buffers.Assembly) -> Any:
         """Send this rank's new values, and store everybody's in the model's variables."""
@@ -388,14 +397,39 @@ class Step:
 
     def write_averages(self) -> list[Any]:
         """Put the moving averages into the model's variables."""
-        for piece, average in zip(
-            self.pieces, self.inner._model_variables_moving_average, strict=True
-        ):
-            piece.assign(average.value)
-            if piece.master is not None:
-                piece.master.assign(average.value)
         assembled = buffers.Assembly(self.layout, self.natives)
-        return [self._gather(bucket, assembled) for bucket in self.layout.buckets]
+        done: list[Any] = []
+        for bucket in self.layout.buckets:
+            # One after the other, or Horovod would fuse them.
+            with tf.control_dependencies(gradients.to_wait_for(done[-1:])):
+                for index in self._pieces_of[bucket.index]:
+                    average = self._averages()[index]
+                    self.pieces[index].set(average.value)
+                done.append(self._gather(bucket, assembled))
+        return done
+
+    def swap_averages(self) -> None:
+        """Exchange the moving averages and the model's variables; eager only."""
+        before = self._current()
+        self.write_averages()
+        for average, value in zip(self._averages(), before, strict=True):
+            average.assign(value)
+
+    def keep_as_averages(self) -> None:
+        """Take the model's variables as moving averages; eager only."""
+        for average, value in zip(self._averages(), self._current(), strict=True):
+            average.assign(value)
+
+    def _averages(self) -> Sequence[Any]:
+        return self.inner._model_variables_moving_average
+
+    def _current(self) -> list[Any]:
+        values = []
+        for piece in self.pieces:
+            piece.load()
+            values.append(tf.identity(piece.read_value()))
+            piece.drop()
+        return values
 
     def _data(self) -> list[Any]:
         """What to depend on in a step of which this rank has nothing else; in a branch, which only
@@ -437,6 +471,7 @@ class _Turn:
 
         def update_step(grad: Any, piece: PieceVariable, rate: Any) -> None:
             with tf.control_dependencies(gradients.to_wait_for(self._before)):
+                piece.load()
                 inner._apply_weight_decay([piece])
                 update(grad, piece, rate)
             self._before = [piece.read_value()]
@@ -446,6 +481,15 @@ class _Turn:
             yield
         finally:
             del inner.update_step
+
+
+def _together(parts: Sequence[Piece]) -> Piece:
+    """What the parts, which follow each other in one parameter, are parts of."""
+    first, last = parts[0], parts[-1]
+    return first._replace(
+        param_span=Span(first.param_span.start, last.param_span.stop),
+        bucket_span=Span(first.bucket_span.start, last.bucket_span.stop),
+    )
 
 
 def _op_name(name: str) -> str:
