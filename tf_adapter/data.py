@@ -27,6 +27,10 @@ def shard_dataset(
     A rank that gets no sample at all runs one with weight 0. (That is for losses that average
     over samples, Keras' default.) Batches known to divide evenly get no weights.
 
+    Gradients are exact. So are metrics under MetricAverage while batches divide evenly; in a last
+    batch that does not, the loss and weighted metrics count a rank's samples by their weights, so
+    that the mean over an epoch is off by as much as a sample or two of it.
+
     Args:
         dataset: Of (x, y) or (x, y, sample_weight), in batches as one process would train on
             them; every rank must see the same order, so `shuffle` needs a seed.

@@ -36,6 +36,7 @@ from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_lib
 
 from zerohvd.errors import ShardedStateError
+from zerohvd.keras import averages
 from zerohvd.keras.collectives import join
 
 _models: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
@@ -61,8 +62,8 @@ def install() -> None:
     legacy_h5_format.save_model_to_hdf5 = _no_hdf5(legacy_h5_format.save_model_to_hdf5)
     swap = getattr(keras.callbacks, "SwapEMAWeights", None)  # Keras < 3.4 has none
     if swap is not None:
-        swap._swap_variables = _on_shards(swap._swap_variables, "swap_averages")
-        swap._finalize_ema_values = _on_shards(swap._finalize_ema_values, "keep_as_averages")
+        swap._swap_variables = _on_shards(swap._swap_variables, averages.swap)
+        swap._finalize_ema_values = _on_shards(swap._finalize_ema_values, averages.keep)
 
 
 def _wrap_model_method(name: str, wrap: Any) -> None:
@@ -238,15 +239,15 @@ def _no_hdf5(original: Any) -> Any:
     return save_model_to_hdf5
 
 
-def _on_shards(original: Any, method: str) -> Any:
+def _on_shards(original: Any, exchange: Any) -> Any:
     @functools.wraps(original)
-    def exchange(self: Any) -> Any:
+    def method(self: Any) -> Any:
         optimizer = unwrap(self.model.optimizer)
         if optimizer is None or optimizer.step is None or not optimizer.use_ema:
             return original(self)
-        return getattr(optimizer.step, method)()
+        return exchange(optimizer.step)
 
-    return exchange
+    return method
 
 
 def _warn_of_backups(original: Any) -> Any:

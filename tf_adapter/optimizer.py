@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -14,23 +14,17 @@ import tensorflow as tf
 from zerohvd.agreement import check_agreement
 from zerohvd.config import MIB, ZeroConfig
 from zerohvd.errors import ShardedStateError
-from zerohvd.keras import broadcasting, keras_hooks, partition, state, weighting
+from zerohvd.keras import averages, broadcasting, keras_hooks, partition, state, weighting
 from zerohvd.keras.collectives import Wire
-from zerohvd.keras.pieces import NARROW, PieceVariable, tf_variable, variable_path
+from zerohvd.keras.pieces import PieceVariable, owned_pieces, tf_variable, variable_path
 from zerohvd.keras.step import Step
 from zerohvd.launchers import check_ranks
-from zerohvd.layout import Layout, ParamSpec, Piece, Span, build_layout
+from zerohvd.layout import Layout, ParamSpec, build_layout
 
 # glibc gives blocks beyond this back to the system, and takes a page fault for each of their
 # pages in every step: a collective on 64 MiB was measured six times slower than four on 16 MiB.
 _CHUNK_BYTES = 32 * MIB
 _NO_CHUNKS = 1 << 62
-
-# An update holds up to eight tensors of the size of what it updates. What a rank owns is updated
-# in parts of this share of a bucket, so that they make one bucket together; parts fit into the
-# processor's caches, too. Below the least size, starting operations would take longer than they do.
-_PARTS = 8
-_LEAST_PART_BYTES = 64 * 1024
 
 # What a variable is called whose gradient comes as rows; `build` sees variables, not gradients.
 _TABLE = re.compile("embed|table")
@@ -136,7 +130,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
                 broadcasting.broadcast_variables(
                     [*variables, *keras_hooks.other_state(self)], wire.eager
                 )
-            pieces = self._pieces(layout, variables, wire)
+            pieces = owned_pieces(layout, variables, wire.rank, self.config)
             self._build_inner(pieces)
             self.step = Step(self.inner_optimizer, self.config, layout, wire, variables, pieces)
         self._trainable_variables.extend(variables)
@@ -159,22 +153,6 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             partition=how,
             chunk_bytes=_NO_CHUNKS if whole else chunk,
         )
-
-    def _pieces(self, layout: Layout, variables: Sequence[Any], wire: Wire) -> list[PieceVariable]:
-        pieces: list[PieceVariable] = []
-        chunks: dict[int, int] = {}
-        cut = layout.size > 1 and layout.partition == "flat"
-        most = max(_LEAST_PART_BYTES, self.config.bucket_bytes // _PARTS)
-        owned = layout.pieces(wire.rank if layout.size > 1 else 0)
-        for piece in (part for whole in owned for part in (_parts(whole, most) if cut else [whole])):
-            spec = layout.params[piece.param]
-            dtype = self.config.master_dtype or ("float32" if spec.dtype in NARROW else spec.dtype)
-            chunk = chunks.get(piece.param, 0)
-            chunks[piece.param] = chunk + 1
-            pieces.append(PieceVariable(variables[piece.param], spec, piece, dtype, chunk))
-            if dtype != spec.dtype:
-                pieces[-1].make_master()
-        return pieces
 
     def _build_inner(self, pieces: list[PieceVariable]) -> None:
         inner = self.inner_optimizer
@@ -269,7 +247,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         if self.use_ema and self.step is not None:
             self.step.wire.new_plan()
-            self.step.write_averages()
+            averages.write(self.step)
 
     # -- what belongs to the inner optimizer ------------------------------------------------------
 
@@ -404,19 +382,6 @@ def _check_inner(optimizer: Any, config: ZeroConfig) -> None:
         raise ValueError(
             "grad_clip and the optimizer's own clipping are both set; use one of grad_clip, "
             "clipnorm, clipvalue and global_clipnorm"
-        )
-
-
-def _parts(piece: Piece, most: int) -> Iterator[Piece]:
-    """The piece in parts of at most so many bytes (of float32), each where memory is aligned."""
-    length = most // 64 * 16
-    # A part ends at a multiple from the start of the piece, which lies where TensorFlow slices
-    # without a copy.
-    for start in range(0, piece.param_span.length, length):
-        stop = min(start + length, piece.param_span.length)
-        yield piece._replace(
-            param_span=Span(start, stop).shift(piece.param_span.start),
-            bucket_span=Span(start, stop).shift(piece.bucket_span.start),
         )
 
 

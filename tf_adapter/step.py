@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from zerohvd.config import ZeroConfig
-from zerohvd.keras import buffers, clipping, gradients, loss_scale, sparse
+from zerohvd.keras import averages, buffers, clipping, gradients, loss_scale, sparse
 from zerohvd.keras.collectives import Wire
 from zerohvd.keras.pieces import PieceVariable, tf_variable
 from zerohvd.layout import Bucket, Layout, Piece, Span
@@ -152,7 +152,7 @@ class Step:
         """What Keras does after the update, in Keras' order."""
         with tf.control_dependencies(gradients.to_wait_for(done)):
             if self.inner.use_ema:
-                done = self._average()
+                done = averages.update(self)
         with tf.control_dependencies(gradients.to_wait_for(done)):
             for index, variable in enumerate(self.variables):
                 constraint = getattr(variable, "constraint", None)
@@ -373,63 +373,6 @@ class Step:
         lengths = [span.length for span in bucket.spans()]
         full = self.wire.allgather(shard, lengths, self._name(bucket, "allgather"))
         return assembled.add(bucket, full)
-
-    # -- moving averages --------------------------------------------------------------------------
-
-    def _average(self) -> list[Any]:
-        for piece in self.pieces:
-            piece.load()
-        self.inner._update_model_variables_moving_average(self.pieces)
-        for piece in self.pieces:
-            piece.drop()
-        every = self.inner.ema_overwrite_frequency
-        if not every:
-            return []
-        due = tf.equal((tf.convert_to_tensor(self.inner.iterations) + 1) % every, 0)
-
-        def overwrite() -> Any:
-            with self.wire.plan.section("average"):
-                done = self.write_averages()
-            with tf.control_dependencies(gradients.to_wait_for(done)):
-                return tf.constant(True)
-
-        return [tf.cond(due, overwrite, lambda: tf.constant(False))]
-
-    def write_averages(self) -> list[Any]:
-        """Put the moving averages into the model's variables."""
-        assembled = buffers.Assembly(self.layout, self.natives)
-        done: list[Any] = []
-        for bucket in self.layout.buckets:
-            # One after the other, or Horovod would fuse them.
-            with tf.control_dependencies(gradients.to_wait_for(done[-1:])):
-                for index in self._pieces_of[bucket.index]:
-                    average = self._averages()[index]
-                    self.pieces[index].set(average.value)
-                done.append(self._gather(bucket, assembled))
-        return done
-
-    def swap_averages(self) -> None:
-        """Exchange the moving averages and the model's variables; eager only."""
-        before = self._current()
-        self.write_averages()
-        for average, value in zip(self._averages(), before, strict=True):
-            average.assign(value)
-
-    def keep_as_averages(self) -> None:
-        """Take the model's variables as moving averages; eager only."""
-        for average, value in zip(self._averages(), self._current(), strict=True):
-            average.assign(value)
-
-    def _averages(self) -> Sequence[Any]:
-        return self.inner._model_variables_moving_average
-
-    def _current(self) -> list[Any]:
-        values = []
-        for piece in self.pieces:
-            piece.load()
-            values.append(tf.identity(piece.read_value()))
-            piece.drop()
-        return values
 
     def _data(self) -> list[Any]:
         """What to depend on in a step of which this rank has nothing else; in a branch, which only

@@ -52,6 +52,8 @@ def test_wrong_settings_say_what_to_do(zero):
         zero.DistributedOptimizer(adam(), stage=7)
     with pytest.raises(ValueError, match="stages 0 to 2"):
         zero.DistributedOptimizer(adam(), stage=3)
+    with pytest.raises(TypeError, match="got None"):
+        zero.DistributedOptimizer(None)
     with pytest.raises(TypeError, match="wrap it once"):
         zero.DistributedOptimizer(zero.DistributedOptimizer(adam()))
     with pytest.raises(ValueError, match="use one of grad_clip"):

@@ -127,6 +127,34 @@ def test_metrics_are_averaged_before_other_callbacks_see_them():
 
 
 @world.at_two_ranks
+def test_moving_averages_are_swapped_for_validation():
+    results = []
+    for distributed in (False, True):
+        optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5)
+        model = world.make_model()
+        data = tf.data.Dataset.from_tensor_slices((world.X, world.Y)).batch(4 * world.SIZE)
+        if distributed:
+            model, _ = compiled(model, optimizer)
+        else:
+            model.compile(optimizer=optimizer, loss="mse")
+        history = model.fit(
+            zero.shard_dataset(data) if distributed else data, epochs=2, verbose=0,
+            validation_data=(world.X, world.Y),
+            callbacks=[keras.callbacks.SwapEMAWeights(swap_on_epoch=True)],
+        )  # fmt: skip
+        results.append([*world.weights(model), np.array(history.history["val_loss"])])
+    world.assert_same(results[1], results[0], bitwise=False, tolerance=2e-6)
+
+
+@world.at_two_ranks
+def test_backups_without_the_state_are_no_secret(tmp_path):
+    model, _ = compiled()
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+    with pytest.warns(UserWarning, match=r"zero\.callbacks\.Checkpoint"):
+        model.fit(dataset(), verbose=0, callbacks=[backup])
+
+
+@world.at_two_ranks
 def test_xla_is_switched_off(capsys):
     model, _ = compiled(jit_compile=True)
     assert not model.jit_compile

@@ -73,6 +73,23 @@ def test_small_buckets_and_chunks_change_nothing(monkeypatch):
     world.assert_same(got, world.plain(make))
 
 
+@pytest.mark.parametrize("stage", world.few("12", "2"))
+def test_updates_in_parts_change_nothing(monkeypatch, stage):
+    from zerohvd.keras import pieces
+
+    monkeypatch.setattr(pieces, "_LEAST_PART_BYTES", 128)
+
+    def make():
+        return keras.optimizers.AdamW(0.01, weight_decay=0.1)
+
+    got, optimizer = world.sharded(make, bucket_bytes=1024, stage=int(stage))
+    lengths = [p.piece.param_span.length for p in optimizer.step.pieces]
+    if world.SIZE > 1:
+        assert max(lengths) == 32 and len(lengths) > 2
+    world.assert_same(got, world.plain(make))
+    world.assert_ranks_agree(got)
+
+
 @world.at_two_ranks
 def test_unknown_subclass_keeps_variables_whole():
     class Mine(keras.optimizers.SGD):

@@ -133,6 +133,24 @@ def test_eager_loops():
     world.assert_same(eager, world.plain(make), bitwise=False)
 
 
+def test_frozen_variables_are_left_alone_until_they_are_not():
+    """Rank 0 owns nothing but frozen variables for a while, and takes part all the same."""
+    results = []
+    for distributed in (False, True):
+        model, optimizer = world.make_model(), opts.AdamW(0.01, weight_decay=0.1)
+        if distributed:
+            optimizer = zero.DistributedOptimizer(optimizer)
+        world.loop(model, optimizer, reduce=not distributed, steps=2)
+        before = [v.numpy() for v in model.layers[0].weights]
+        model.layers[0].trainable = False
+        world.loop(model, optimizer, reduce=not distributed, steps=2)
+        for then, now in zip(before, model.layers[0].weights, strict=True):
+            np.testing.assert_array_equal(then, now.numpy())
+        model.layers[0].trainable = True
+        results.append(world.loop(model, optimizer, reduce=not distributed, steps=2))
+    world.assert_same(results[1], results[0])
+
+
 def test_unused_variables_are_left_alone_and_missing_ones_count_as_zero():
     model = world.make_model()
     extra = keras.Variable(np.ones(3, "float32"), name="never_used")

@@ -95,8 +95,17 @@ def test_model_save_refuses_to_store_a_shard(tmp_path):
     if world.SIZE == 1:
         model.save(tmp_path / "m.keras")
         return
+    for name in ("m.keras", "m.h5"):
+        (tmp_path / name).write_text("what was there")
+        with pytest.raises(zero.ShardedStateError, match="save_model"):
+            model.save(tmp_path / name)
+        assert (tmp_path / name).read_text() == "what was there"
     with pytest.raises(zero.ShardedStateError, match="save_model"):
-        model.save(tmp_path / "m.keras")
+        keras.saving.save_model(model, tmp_path / "other.keras")
+    with pytest.raises(zero.ZeroError, match=r"ends with \.keras"):
+        zero.save_model(model, tmp_path / "all.h5")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m.h5", "m.keras", "w.weights.h5"]
+    model.save(tmp_path / "m.h5", include_optimizer=False)
 
 
 @world.at_two_ranks
