@@ -60,10 +60,11 @@ def install() -> None:
     _wrap_model_method("fit", _warn_of_backups)
     saving_lib.save_model = _whole_models_only(saving_lib.save_model)
     legacy_h5_format.save_model_to_hdf5 = _no_hdf5(legacy_h5_format.save_model_to_hdf5)
-    swap = getattr(keras.callbacks, "SwapEMAWeights", None)  # Keras < 3.4 has none
-    if swap is not None:
-        swap._swap_variables = _on_shards(swap._swap_variables, averages.swap)
-        swap._finalize_ema_values = _on_shards(swap._finalize_ema_values, averages.keep)
+    swapping = getattr(keras.callbacks, "SwapEMAWeights", None)  # older Keras versions lack it
+    swaps = {"_swap_variables": averages.swap, "_finalize_ema_values": averages.keep}
+    for name, exchange in swaps.items():
+        if hasattr(swapping, name):
+            setattr(swapping, name, _on_shards(getattr(swapping, name), exchange))
 
 
 def _wrap_model_method(name: str, wrap: Any) -> None:
