@@ -163,6 +163,26 @@ class Resized:
         self.storage.resize_(0)
 
 
+# Less than this may well lie in the heap.
+_APART = 1 << 20
+
+
+def apart(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory for what stays when things around it go: a 1-D tensor, with zeros or anything in it.
+
+    In the heap it would cut the room between it and the next one to pieces that are too small for
+    what comes later, and the heap would grow with every one of them.
+    """
+    nbytes = count * dtype.itemsize
+    if device.type != "cpu" or nbytes < _APART:
+        return torch.empty(count, dtype=dtype, device=device)
+    try:
+        held = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"cannot get {nbytes} bytes: {error.strerror}") from error
+    return torch.frombuffer(held, dtype=dtype, count=count)
+
+
 # One pool for all models: what one of them frees, another can use.
 POOL = Pool()
 

@@ -11,7 +11,7 @@ import torch
 
 from zerohvd.layout import Bucket, Layout
 from zerohvd.numerics import DivideFactors
-from zerohvd.torch import arrays
+from zerohvd.torch import arrays, pages
 from zerohvd.torch.buffers import zero_padding
 from zerohvd.torch.collectives import Exchange, LocalCollectives, TorchCollectives
 
@@ -296,7 +296,7 @@ class GradReducer:
         length, dtype = self._lengths[b][self._rank], self._shard_dtypes[b]
         if scratch.numel() == length and scratch.dtype == dtype:
             return scratch
-        return scratch.new_empty(length, dtype=dtype)
+        return pages.apart(length, dtype, scratch.device)
 
 
 def _combine(

@@ -234,3 +234,17 @@ def allow_single_process(environ: MutableMapping[str, str]) -> None:
     """
     if not detect(environ).launched:
         environ.setdefault("OMPI_MCA_ess_singleton_isolated", "1")
+
+
+# Horovod's own default of 128 MiB is for gradients that come one by one. Buckets travel as they are.
+FUSION_BYTES = 16 << 20
+
+
+def spare_fusion_buffers(environ: MutableMapping[str, str]) -> None:
+    """Let Horovod, which is to be initialised later, keep small buffers for putting tensors together.
+
+    It has two of them on every rank, and copies what it puts together into one and out again. A
+    user's own setting stays, and so does the search for the best one.
+    """
+    if environ.get("HOROVOD_AUTOTUNE", "0") in ("", "0"):
+        environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(FUSION_BYTES))
