@@ -163,24 +163,43 @@ class Resized:
         self.storage.resize_(0)
 
 
-# Less than this may well lie in the heap.
-_APART = 1 << 20
+class Lasting:
+    """Memory for values that come and go while much else does, and that is there from the start.
 
-
-def apart(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory for what stays when things around it go: a 1-D tensor, with zeros or anything in it.
-
-    In the heap it would cut the room between it and the next one to pieces that are too small for
-    what comes later, and the heap would grow with every one of them.
+    In the heap, each of them would lie in the way when the room around it is wanted again, and the
+    heap would grow by several times their size. The pages go when nobody needs the values.
     """
-    nbytes = count * dtype.itemsize
-    if device.type != "cpu" or nbytes < _APART:
-        return torch.empty(count, dtype=dtype, device=device)
-    try:
-        held = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise MemoryError(f"cannot get {nbytes} bytes: {error.strerror}") from error
-    return torch.frombuffer(held, dtype=dtype, count=count)
+
+    def __init__(self, count: int, dtype: torch.dtype) -> None:
+        nbytes = count * dtype.itemsize
+        try:
+            self._held = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"cannot get {nbytes} bytes: {error.strerror}") from error
+        self.tensor = torch.frombuffer(self._held, dtype=dtype, count=count)
+        self._users = self._count_users()
+
+    def _count_users(self) -> int:
+        return torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether somebody has a view of it."""
+        return self._count_users() > self._users
+
+    def drop(self) -> None:
+        """Give the pages back; there are zeros from now on."""
+        self._held.madvise(mmap.MADV_DONTNEED)
+
+
+# Less than this does no harm in the heap.
+_LASTING_BYTES = 1 << 16
+
+
+def lasting(count: int, dtype: torch.dtype, device: torch.device) -> Lasting | None:
+    """Such memory, where it is of use."""
+    large = count * dtype.itemsize >= _LASTING_BYTES
+    return Lasting(count, dtype) if large and device.type == "cpu" and LIBC is not None else None
 
 
 # One pool for all models: what one of them frees, another can use.
