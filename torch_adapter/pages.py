@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import resource
 import sys
 
 import torch
@@ -202,12 +203,34 @@ def lasting(count: int, dtype: torch.dtype, device: torch.device) -> Lasting | N
     return Lasting(count, dtype) if large and device.type == "cpu" and LIBC is not None else None
 
 
+_MMAP_THRESHOLD = -3  # of mallopt
+_MAPPED_FROM = 256 << 10
+
+
+def keep_heap_small() -> None:
+    """Let the C library map large blocks one by one, in this process, from now on.
+
+    It stops doing so by itself once some have been freed, as a heap is faster. But blocks that are
+    freed in a heap leave gaps, and small ones that stay keep the gaps from being used again.
+    """
+    theirs = "MALLOC_MMAP_THRESHOLD_" in os.environ or (
+        "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
+    )
+    if not theirs and hasattr(LIBC, "mallopt"):  # only glibc has it
+        LIBC.mallopt(_MMAP_THRESHOLD, _MAPPED_FROM)
+
+
 # One pool for all models: what one of them frees, another can use.
 POOL = Pool()
 
 
 def make(nbytes: int, device: torch.device) -> Range | Resized:
     """Memory that can be freed and had again."""
-    if device.type == "cpu" and LIBC is not None and nbytes:
+    if device.type == "cpu" and LIBC is not None and nbytes and not _addresses_are_limited():
         return Range(nbytes, POOL)
     return Resized(nbytes, device)
+
+
+def _addresses_are_limited() -> bool:
+    """Whether reserved addresses count as memory (ulimit -v): then none can be kept for later."""
+    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
