@@ -2,10 +2,10 @@
 
     python benchmarks/largest_model.py --np 4 --limit-mib 2048
 
-Three contenders: plain Horovod, stage 3, and stage 3 with its optimizer state on disk. For each the
-number of blocks grows by a quarter until training fails, and then the largest that trains is looked
-for in between, to `--precision`. Every attempt is a job of its own that makes the model and trains
-for two steps.
+Three contenders: plain Horovod, stage 3, and stage 3 with its optimizer state on disk, all with the
+same optimizer. For each the number of blocks grows by an eighth until training fails, and then the
+largest that trains is looked for in between, to `--precision`. Every attempt is a job of its own
+that makes the model and trains for two steps: from the second one on, everything is there.
 
 The limit is RLIMIT_DATA: what a rank writes to and shares with nobody, which is what a model, its
 gradients and its optimizer take. RLIMIT_AS would count address space that libraries only reserve,
@@ -44,7 +44,8 @@ def rank_main(args: argparse.Namespace) -> None:
     import horovod.torch as hvd
     import torch
 
-    import zerohvd.torch as zero
+    if args.way != "horovod":  # Horovod on its own is as it comes
+        import zerohvd.torch as zero
 
     sys.path.insert(0, str(ROOT / "examples"))
     from gpt import GPT
@@ -101,29 +102,33 @@ def attempt(way: str, layers: int, args: argparse.Namespace) -> dict | None:
         took = time.monotonic() - start
         fits = done.ok and result.exists()
         found = json.loads(result.read_text()) if fits else None
-    what = "trains" if found else "does not fit"
-    size = f", {found['params'] / 1e6:.0f} M parameters" if found else ""
-    print(f"{way}: {layers} blocks{size}: {what} ({took:.0f} s)", flush=True)
-    if not fits and "memory" not in done.explain().lower() and "bad_alloc" not in done.explain():
-        print(done.explain(), flush=True)
+    if found is None and not out_of_memory(done.explain()):
+        raise SystemExit(f"{way}, {layers} blocks: not for lack of memory\n{done.explain()}")
+    size = f", {found['params'] / 1e6:.0f} M parameters: trains" if found else ": does not fit"
+    args.log.append(f"{way}: {layers} blocks{size} ({took:.0f} s)")
+    print(args.log[-1], flush=True)
     return found
 
 
-def largest(way: str, args: argparse.Namespace) -> dict:
-    """The largest model that fits, to the precision asked for."""
+def out_of_memory(text: str) -> bool:
+    return "memory" in text.lower() or "bad_alloc" in text
+
+
+def largest(way: str, layers: int, args: argparse.Namespace) -> dict:
+    """The largest model that fits, to the precision asked for; `layers` to begin with."""
     fits, low, high = None, 0, None
-    layers = args.start
-    while high is None or (high - low) > max(1, args.precision * low):
+    while layers > low and (high is None or high - low > max(1, args.precision * low)):
         found = attempt(way, layers, args)
         if found:
             fits, low = {**found, "layers": layers}, layers
         else:
             high = layers
-        layers = low + max(1, low // 4) if high is None else (low + high) // 2
-        if layers == low:
-            break
+        if high is None:
+            layers = low + max(1, low // 8)
+        else:
+            layers = (low + high) // 2 if low else high * 3 // 4
     if fits is None:
-        raise SystemExit(f"{way}: not even {args.start} blocks fit")
+        raise SystemExit(f"{way}: not even one block fits")
     return fits
 
 
@@ -145,6 +150,10 @@ def report(found: dict[str, dict], args: argparse.Namespace) -> str:
         "| | blocks | parameters | of Horovod's | peak resident, MiB | loss |",
         "|---|---|---|---|---|---|",
         *rows,
+        "",
+        "All attempts:",
+        "",
+        *(f"    {line}" for line in args.log),
     ]
     return "\n".join(lines) + "\n"
 
@@ -156,7 +165,9 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=768)
     parser.add_argument("--length", type=int, default=16)
     parser.add_argument("--precision", type=float, default=0.05)
-    parser.add_argument("--start", type=int, default=8, help="blocks of the first attempt")
+    parser.add_argument(
+        "--start", default="8;32;64", help="blocks of the first attempt, for each of the ways"
+    )
     parser.add_argument("--timeout", type=float, default=900, help="seconds for an attempt")
     parser.add_argument("--path", type=Path, default=None, help="folder for the files of 'disk'")
     parser.add_argument("--ways", default=";".join(WAYS), help="separated by semicolons")
@@ -166,7 +177,9 @@ def main() -> None:
     if detect(os.environ).launched:
         rank_main(args)
         return
-    found = {way: largest(way, args) for way in args.ways.split(";")}
+    args.log = []
+    firsts = zip(args.ways.split(";"), args.start.split(";"), strict=True)
+    found = {way: largest(way, int(first), args) for way, first in firsts}
     if WAYS[0] in found:
         text = report(found, args)
         print(text)

@@ -80,8 +80,10 @@ class GradReducer:
         self._filled: list[set[int]] = [set() for _ in layout.buckets]
         self._pending: deque[_Pending] = deque()
         self.shards = [None] * len(layout.buckets)
-        # Of two ranks, what has been received becomes the shard.
-        self._memories = [None if layout.size == 2 else self._memory(b.index) for b in layout.buckets]
+        # For the shards. Of two ranks, what has been received becomes the shard.
+        self._memories: list[pages.Lasting | None] = [None] * len(layout.buckets)
+        if layout.size != 2:
+            self._memories = [self._memory(b) for b in range(len(layout.buckets))]
         self.weight: float | None = None  # of this rank in this step
         self.begin_step()
 
