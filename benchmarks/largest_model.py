@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 
 from zerohvd.launchers import detect
-from zerohvd.launching import launch
+from zerohvd.launching import LaunchResult, launch
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks/results/largest_model.md"
@@ -92,25 +92,31 @@ def resident(field: str) -> int:
 
 def attempt(way: str, layers: int, args: argparse.Namespace) -> dict | None:
     """What a model of so many blocks did; None if it did not fit."""
-    with tempfile.TemporaryDirectory(dir=args.path) as folder:
-        result = Path(folder, "result.json")
-        given = {"way": way, "layers": layers, "result": result, "path": folder, "dim": args.dim}
-        given |= {"length": args.length, "limit-mib": args.limit_mib}
-        argv = [sys.executable, __file__, *(f"--{k}={v}" for k, v in given.items())]
-        start = time.monotonic()
-        done = launch(args.np, argv, timeout=args.timeout, env={"OMP_NUM_THREADS": "1"})
-        took = time.monotonic() - start
-        fits = done.ok and result.exists()
-        found = json.loads(result.read_text()) if fits else None
-    if found is None and not out_of_memory(done.explain()):
-        raise SystemExit(f"{way}, {layers} blocks: not for lack of memory\n{done.explain()}")
+    start = time.monotonic()
+    done, found = job(way, layers, args)
+    if found is None and not out_of_memory(done):  # MPI does not always say what it lacked
+        print(done.explain(), flush=True)
+        done, found = job(way, layers, args)
+    took = time.monotonic() - start
     size = f", {found['params'] / 1e6:.0f} M parameters: trains" if found else ": does not fit"
     args.log.append(f"{way}: {layers} blocks{size} ({took:.0f} s)")
     print(args.log[-1], flush=True)
     return found
 
 
-def out_of_memory(text: str) -> bool:
+def job(way: str, layers: int, args: argparse.Namespace) -> tuple[LaunchResult, dict | None]:
+    with tempfile.TemporaryDirectory(dir=args.path) as folder:
+        result = Path(folder, "result.json")
+        given = {"way": way, "layers": layers, "result": result, "path": folder, "dim": args.dim}
+        given |= {"length": args.length, "limit-mib": args.limit_mib}
+        argv = [sys.executable, __file__, *(f"--{k}={v}" for k, v in given.items())]
+        done = launch(args.np, argv, timeout=args.timeout, env={"OMP_NUM_THREADS": "1"})
+        fits = done.ok and result.exists()
+        return done, json.loads(result.read_text()) if fits else None
+
+
+def out_of_memory(done: LaunchResult) -> bool:
+    text = done.explain()
     return "memory" in text.lower() or "bad_alloc" in text
 
 

@@ -79,7 +79,7 @@ def test_masters_are_counted(dtype):
 @pytest.mark.skipif(hvd.size() == 2, reason="what has been received becomes the shard")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_reduced_gradients_have_the_same_memory_in_every_step(stage):
-    model, opt = sharded(cls=Wide, stage=stage, steps=0)
+    model, opt = sharded(cls=Wide, stage=stage, steps=0, bucket_bytes=1 << 22)
     places = []
     for step in range(4):
         loss_of(model, batch(step, hvd.rank())).backward()
@@ -93,7 +93,7 @@ def test_reduced_gradients_have_the_same_memory_in_every_step(stage):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gradients_that_a_user_has_kept_stay_as_they_are(stage):
-    model, opt = sharded(cls=Wide, stage=stage, steps=0)
+    model, opt = sharded(cls=Wide, stage=stage, steps=0, bucket_bytes=1 << 22)
     loss_of(model, batch(0, hvd.rank())).backward()
     opt.synchronize()
     pieces = [p for group in opt.param_groups for p in group["params"]]
