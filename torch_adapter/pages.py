@@ -233,4 +233,14 @@ def make(nbytes: int, device: torch.device) -> Range | Resized:
 
 def _addresses_are_limited() -> bool:
     """Whether reserved addresses count as memory (ulimit -v): then none can be kept for later."""
-    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    return _limited(resource.RLIMIT_AS)
+
+
+def heed_limits() -> None:
+    """Where all that is mapped counts as memory (ulimit -d or -v), gaps in the heap do too."""
+    if _limited(resource.RLIMIT_DATA) or _limited(resource.RLIMIT_AS):
+        keep_heap_small()
+
+
+def _limited(what: int) -> bool:
+    return resource.getrlimit(what)[0] != resource.RLIM_INFINITY
