@@ -151,7 +151,8 @@ def report(found: dict[str, dict], args: argparse.Namespace) -> str:
         f"GPT of width {args.dim}, float32, fused AdamW, {args.np} ranks with RLIMIT_DATA = "
         f"{args.limit_mib} MiB each; largest number of blocks that trains, to "
         f"{100 * args.precision:.0f} %. `python benchmarks/largest_model.py --np {args.np} "
-        f"--limit-mib {args.limit_mib} --dim {args.dim}`",
+        f"--limit-mib {args.limit_mib} --dim {args.dim} --start '{args.start}' "
+        f"--precision {args.precision}`",
         "",
         "| | blocks | parameters | of Horovod's | peak resident, MiB | loss |",
         "|---|---|---|---|---|---|",
