@@ -2,10 +2,10 @@
 
     python benchmarks/largest_model.py --np 4 --limit-mib 2048
 
-Three contenders: plain Horovod, stage 3, and stage 3 with its optimizer state on disk. For each the
-number of blocks grows by a quarter until training fails, and then the largest that trains is looked
-for in between, to `--precision`. Every attempt is a job of its own that makes the model and trains
-for two steps.
+Three contenders: plain Horovod, stage 3, and stage 3 with its optimizer state on disk, all with the
+same optimizer. For each the number of blocks grows by an eighth until training fails, and then the
+largest that trains is looked for in between, to `--precision`. Every attempt is a job of its own
+that makes the model and trains for two steps: from the second one on, everything is there.
 
 The limit is RLIMIT_DATA: what a rank writes to and shares with nobody, which is what a model, its
 gradients and its optimizer take. RLIMIT_AS would count address space that libraries only reserve,
@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 
 from zerohvd.launchers import detect
-from zerohvd.launching import launch
+from zerohvd.launching import LaunchResult, launch
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks/results/largest_model.md"
@@ -44,7 +44,8 @@ def rank_main(args: argparse.Namespace) -> None:
     import horovod.torch as hvd
     import torch
 
-    import zerohvd.torch as zero
+    if args.way != "horovod":  # Horovod on its own is as it comes
+        import zerohvd.torch as zero
 
     sys.path.insert(0, str(ROOT / "examples"))
     from gpt import GPT
@@ -91,39 +92,49 @@ def resident(field: str) -> int:
 
 def attempt(way: str, layers: int, args: argparse.Namespace) -> dict | None:
     """What a model of so many blocks did; None if it did not fit."""
+    start = time.monotonic()
+    done, found = job(way, layers, args)
+    if found is None and not out_of_memory(done):  # MPI does not always say what it lacked
+        print(done.explain(), flush=True)
+        done, found = job(way, layers, args)
+    took = time.monotonic() - start
+    size = f", {found['params'] / 1e6:.0f} M parameters: trains" if found else ": does not fit"
+    args.log.append(f"{way}: {layers} blocks{size} ({took:.0f} s)")
+    print(args.log[-1], flush=True)
+    return found
+
+
+def job(way: str, layers: int, args: argparse.Namespace) -> tuple[LaunchResult, dict | None]:
     with tempfile.TemporaryDirectory(dir=args.path) as folder:
         result = Path(folder, "result.json")
         given = {"way": way, "layers": layers, "result": result, "path": folder, "dim": args.dim}
         given |= {"length": args.length, "limit-mib": args.limit_mib}
         argv = [sys.executable, __file__, *(f"--{k}={v}" for k, v in given.items())]
-        start = time.monotonic()
         done = launch(args.np, argv, timeout=args.timeout, env={"OMP_NUM_THREADS": "1"})
-        took = time.monotonic() - start
         fits = done.ok and result.exists()
-        found = json.loads(result.read_text()) if fits else None
-    what = "trains" if found else "does not fit"
-    size = f", {found['params'] / 1e6:.0f} M parameters" if found else ""
-    print(f"{way}: {layers} blocks{size}: {what} ({took:.0f} s)", flush=True)
-    if not fits and "memory" not in done.explain().lower() and "bad_alloc" not in done.explain():
-        print(done.explain(), flush=True)
-    return found
+        return done, json.loads(result.read_text()) if fits else None
 
 
-def largest(way: str, args: argparse.Namespace) -> dict:
-    """The largest model that fits, to the precision asked for."""
+def out_of_memory(done: LaunchResult) -> bool:
+    text = done.explain()
+    return "memory" in text.lower() or "bad_alloc" in text
+
+
+def largest(way: str, layers: int, args: argparse.Namespace) -> dict:
+    """The largest model that fits, to the precision asked for; `layers` to begin with."""
     fits, low, high = None, 0, None
-    layers = args.start
-    while high is None or (high - low) > max(1, args.precision * low):
+    while layers > low and (high is None or high - low > max(1, args.precision * low)):
         found = attempt(way, layers, args)
         if found:
             fits, low = {**found, "layers": layers}, layers
         else:
             high = layers
-        layers = low + max(1, low // 4) if high is None else (low + high) // 2
-        if layers == low:
-            break
+        if high is None:
+            layers = low + max(1, low // 8)
+        else:
+            layers = (low + high) // 2 if low else high * 3 // 4
     if fits is None:
-        raise SystemExit(f"{way}: not even {args.start} blocks fit")
+        raise SystemExit(f"{way}: not even one block fits")
     return fits
 
 
@@ -140,11 +151,16 @@ def report(found: dict[str, dict], args: argparse.Namespace) -> str:
         f"GPT of width {args.dim}, float32, fused AdamW, {args.np} ranks with RLIMIT_DATA = "
         f"{args.limit_mib} MiB each; largest number of blocks that trains, to "
         f"{100 * args.precision:.0f} %. `python benchmarks/largest_model.py --np {args.np} "
-        f"--limit-mib {args.limit_mib} --dim {args.dim}`",
+        f"--limit-mib {args.limit_mib} --dim {args.dim} --start '{args.start}' "
+        f"--precision {args.precision}`",
         "",
         "| | blocks | parameters | of Horovod's | peak resident, MiB | loss |",
         "|---|---|---|---|---|---|",
         *rows,
+        "",
+        "All attempts:",
+        "",
+        *(f"    {line}" for line in args.log),
     ]
     return "\n".join(lines) + "\n"
 
@@ -156,7 +172,9 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=768)
     parser.add_argument("--length", type=int, default=16)
     parser.add_argument("--precision", type=float, default=0.05)
-    parser.add_argument("--start", type=int, default=8, help="blocks of the first attempt")
+    parser.add_argument(
+        "--start", default="8;32;64", help="blocks of the first attempt, for each of the ways"
+    )
     parser.add_argument("--timeout", type=float, default=900, help="seconds for an attempt")
     parser.add_argument("--path", type=Path, default=None, help="folder for the files of 'disk'")
     parser.add_argument("--ways", default=";".join(WAYS), help="separated by semicolons")
@@ -166,7 +184,9 @@ def main() -> None:
     if detect(os.environ).launched:
         rank_main(args)
         return
-    found = {way: largest(way, args) for way in args.ways.split(";")}
+    args.log = []
+    firsts = zip(args.ways.split(";"), args.start.split(";"), strict=True)
+    found = {way: largest(way, int(first), args) for way, first in firsts}
     if WAYS[0] in found:
         text = report(found, args)
         print(text)

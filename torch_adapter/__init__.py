@@ -13,11 +13,12 @@ if __name__ != "zerohvd.torch":
 
 import os
 
-from zerohvd.launchers import allow_single_process
+from zerohvd.launchers import allow_single_process, spare_fusion_buffers
 from zerohvd.versions import require_torch
 
 require_torch()
 allow_single_process(os.environ)
+spare_fusion_buffers(os.environ)
 
 from zerohvd.checkpoint import CheckpointError, CorruptCheckpointError  # noqa: E402
 from zerohvd.errors import (  # noqa: E402

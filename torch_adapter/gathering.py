@@ -22,7 +22,7 @@ from torch import nn
 from zerohvd.agreement import check_agreement
 from zerohvd.layout import Layout, build_layout
 from zerohvd.torch.collectives import Handle, LocalCollectives, TorchCollectives
-from zerohvd.torch.pages import POOL
+from zerohvd.torch.pages import POOL, heed_limits
 from zerohvd.torch.prefetch import Order
 from zerohvd.torch.sharding import Memory, NamedParam
 from zerohvd.torch.unit_memory import Fill, UnitFlats
@@ -145,6 +145,7 @@ class Units:
         Args:
             fill: Writes a parameter's first values, as for `UnitFlats`.
         """
+        heed_limits()
         self.options = options
         self.collectives = collectives
         self.prefix, self._fill = prefix, fill

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import resource
 import sys
 
 import torch
@@ -163,12 +164,83 @@ class Resized:
         self.storage.resize_(0)
 
 
+class Lasting:
+    """Memory for values that come and go while much else does, and that is there from the start.
+
+    In the heap, each of them would lie in the way when the room around it is wanted again, and the
+    heap would grow by several times their size. The pages go when nobody needs the values.
+    """
+
+    def __init__(self, count: int, dtype: torch.dtype) -> None:
+        nbytes = count * dtype.itemsize
+        try:
+            self._held = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"cannot get {nbytes} bytes: {error.strerror}") from error
+        self.tensor = torch.frombuffer(self._held, dtype=dtype, count=count)
+        self._users = self._count_users()
+
+    def _count_users(self) -> int:
+        return torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether somebody has a view of it."""
+        return self._count_users() > self._users
+
+    def drop(self) -> None:
+        """Give the pages back; there are zeros from now on."""
+        self._held.madvise(mmap.MADV_DONTNEED)
+
+
+# Less than this does no harm in the heap.
+_LASTING_BYTES = 1 << 16
+
+
+def lasting(count: int, dtype: torch.dtype, device: torch.device) -> Lasting | None:
+    """Such memory, where it is of use."""
+    large = count * dtype.itemsize >= _LASTING_BYTES
+    return Lasting(count, dtype) if large and device.type == "cpu" and LIBC is not None else None
+
+
+_MMAP_THRESHOLD = -3  # of mallopt
+_MAPPED_FROM = 256 << 10
+
+
+def keep_heap_small() -> None:
+    """Let the C library map large blocks one by one, in this process, from now on.
+
+    It stops doing so by itself once some have been freed, as a heap is faster. But blocks that are
+    freed in a heap leave gaps, and small ones that stay keep the gaps from being used again.
+    """
+    theirs = "MALLOC_MMAP_THRESHOLD_" in os.environ or (
+        "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
+    )
+    if not theirs and hasattr(LIBC, "mallopt"):  # only glibc has it
+        LIBC.mallopt(_MMAP_THRESHOLD, _MAPPED_FROM)
+
+
 # One pool for all models: what one of them frees, another can use.
 POOL = Pool()
 
 
 def make(nbytes: int, device: torch.device) -> Range | Resized:
     """Memory that can be freed and had again."""
-    if device.type == "cpu" and LIBC is not None and nbytes:
+    if device.type == "cpu" and LIBC is not None and nbytes and not _addresses_are_limited():
         return Range(nbytes, POOL)
     return Resized(nbytes, device)
+
+
+def _addresses_are_limited() -> bool:
+    """Whether reserved addresses count as memory (ulimit -v): then none can be kept for later."""
+    return _limited(resource.RLIMIT_AS)
+
+
+def heed_limits() -> None:
+    """Where all that is mapped counts as memory (ulimit -d or -v), gaps in the heap do too."""
+    if _limited(resource.RLIMIT_DATA) or _limited(resource.RLIMIT_AS):
+        keep_heap_small()
+
+
+def _limited(what: int) -> bool:
+    return resource.getrlimit(what)[0] != resource.RLIM_INFINITY

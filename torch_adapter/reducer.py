@@ -11,7 +11,7 @@ import torch
 
 from zerohvd.layout import Bucket, Layout
 from zerohvd.numerics import DivideFactors
-from zerohvd.torch import arrays
+from zerohvd.torch import arrays, pages
 from zerohvd.torch.buffers import zero_padding
 from zerohvd.torch.collectives import Exchange, LocalCollectives, TorchCollectives
 
@@ -80,6 +80,10 @@ class GradReducer:
         self._filled: list[set[int]] = [set() for _ in layout.buckets]
         self._pending: deque[_Pending] = deque()
         self.shards = [None] * len(layout.buckets)
+        # For the shards. Of two ranks, what has been received becomes the shard.
+        self._memories: list[pages.Lasting | None] = [None] * len(layout.buckets)
+        if layout.size != 2:
+            self._memories = [self._memory(b) for b in range(len(layout.buckets))]
         self.weight: float | None = None  # of this rank in this step
         self.begin_step()
 
@@ -180,6 +184,18 @@ class GradReducer:
         backward pass allocates from what it frees of those."""
         self.shards = [None] * len(self._layout.buckets)
         self._flats = [None] * len(self._layout.buckets)
+        for b, memory in enumerate(self._memories):
+            if memory is not None and memory.in_use:
+                self._memories[b] = None  # a user has kept gradients: they stay as they are
+            elif memory is not None:
+                memory.drop()
+
+    def _memory(self, b: int) -> pages.Lasting | None:
+        """For the reduced gradients of a bucket, at stages that keep no full ones."""
+        if self._stage < 2:
+            return None
+        device = self._params[self._layout.buckets[b].slots[0].param].device
+        return pages.lasting(self._lengths[b][self._rank], self._shard_dtypes[b], device)
 
     def _weighed(self, source: torch.Tensor) -> torch.Tensor:
         """What goes out for `source`: scaled, in the wire's dtype."""
@@ -296,7 +312,10 @@ class GradReducer:
         length, dtype = self._lengths[b][self._rank], self._shard_dtypes[b]
         if scratch.numel() == length and scratch.dtype == dtype:
             return scratch
-        return scratch.new_empty(length, dtype=dtype)
+        memory = self._memories[b]
+        if memory is None:
+            memory = self._memories[b] = self._memory(b)
+        return scratch.new_empty(length, dtype=dtype) if memory is None else memory.tensor
 
 
 def _combine(

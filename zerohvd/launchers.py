@@ -234,3 +234,18 @@ def allow_single_process(environ: MutableMapping[str, str]) -> None:
     """
     if not detect(environ).launched:
         environ.setdefault("OMPI_MCA_ess_singleton_isolated", "1")
+
+
+# Horovod's own default of 128 MiB is for gradients that come one by one. Buckets travel as they
+# are: put together, they would only be copied twice more.
+FUSION_BYTES = 16 << 20
+
+
+def spare_fusion_buffers(environ: MutableMapping[str, str]) -> None:
+    """Let Horovod, when it is initialised, have small buffers for putting tensors together.
+
+    It takes two of them on every rank. A user's own setting stays, and so does Horovod's search
+    for the best one, which a setting would end.
+    """
+    if environ.get("HOROVOD_AUTOTUNE", "0") in ("", "0"):
+        environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(FUSION_BYTES))

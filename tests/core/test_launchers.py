@@ -2,7 +2,14 @@
 
 import pytest
 
-from zerohvd.launchers import Launcher, allow_single_process, check_ranks, detect
+from zerohvd.launchers import (
+    FUSION_BYTES,
+    Launcher,
+    allow_single_process,
+    check_ranks,
+    detect,
+    spare_fusion_buffers,
+)
 
 SLURM_JOB = {"SLURM_JOB_ID": "17", "SLURM_NTASKS": "8", "SLURM_JOB_NUM_NODES": "2"}
 SRUN = {
@@ -163,3 +170,13 @@ def test_a_process_without_a_launcher_may_stay_alone():
     launched = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
     allow_single_process(launched)
     assert "OMPI_MCA_ess_singleton_isolated" not in launched
+
+
+def test_fusion_buffers_are_small_unless_the_user_has_a_say():
+    silent: dict[str, str] = {}
+    spare_fusion_buffers(silent)
+    assert silent == {"HOROVOD_FUSION_THRESHOLD": str(FUSION_BYTES)}
+    for said in ({"HOROVOD_FUSION_THRESHOLD": "1"}, {"HOROVOD_AUTOTUNE": "1"}):
+        environ = dict(said)
+        spare_fusion_buffers(environ)
+        assert environ == said

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import horovod.torch as hvd
 import pytest
 import torch
@@ -22,6 +24,23 @@ class Big(nn.Module):
 
     def forward(self, tokens):
         return self.head(self.body(self.embed(tokens)))
+
+
+class Wide(nn.Module):
+    """Shards of a quarter of a megabyte and more, of up to four ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 512)
+        self.body = nn.Sequential(*[nn.Linear(512, 512) for _ in range(2)])
+        self.head = nn.Linear(512, 11)
+
+    def forward(self, tokens):
+        return self.head(self.body(self.embed(tokens)))
+
+
+def large_shards(section):
+    return [s for s in section.reducer.shards if s.numel() * s.element_size() >= 1 << 18]
 
 
 def params_of(model):
@@ -55,6 +74,41 @@ def test_masters_are_counted(dtype):
     assert report["params"] == pytest.approx(2 * psi, rel=0.01)
     assert report["master"] == pytest.approx(4 * psi / n, rel=0.01)
     assert report["optimizer"] == pytest.approx(8 * psi / n, rel=0.01)
+
+
+@pytest.mark.skipif(hvd.size() == 2, reason="what has been received becomes the shard")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_reduced_gradients_have_the_same_memory_in_every_step(stage):
+    model, opt = sharded(cls=Wide, stage=stage, steps=0, bucket_bytes=1 << 22)
+    places = []
+    for step in range(4):
+        loss_of(model, batch(step, hvd.rank())).backward()
+        opt.step()
+        places.append([shard.data_ptr() for s in opt._sections for shard in large_shards(s)])
+        opt.zero_grad()
+        assert zero.memory_report(opt)["grads"] == 0
+    assert places[0]
+    assert all(place == places[0] for place in places)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_that_a_user_has_kept_stay_as_they_are(stage):
+    model, opt = sharded(cls=Wide, stage=stage, steps=0, bucket_bytes=1 << 22)
+    loss_of(model, batch(0, hvd.rank())).backward()
+    opt.synchronize()
+    pieces = [p for group in opt.param_groups for p in group["params"]]
+    kept = [p.grad for p in pieces if p.grad is not None]
+    copies = [g.clone() for g in kept]
+    assert any(g.any() for g in kept)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that nothing was clipped
+        with opt.skip_synchronize():
+            opt.step()
+    for step in (1, 2):
+        opt.zero_grad()
+        loss_of(model, batch(step, hvd.rank())).backward()
+        opt.step()
+    assert all(torch.equal(g, copy) for g, copy in zip(kept, copies, strict=True))
 
 
 @pytest.mark.parametrize("bucket_bytes", [100_000, 300_000])

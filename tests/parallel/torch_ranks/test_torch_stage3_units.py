@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import resource
 
 import horovod.torch as hvd
 import pytest
@@ -10,7 +11,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from training import adamw, assert_replicated, assert_same, batch, loss_of, make_model, train
+from training import (
+    adamw,
+    assert_replicated,
+    assert_same,
+    batch,
+    loss_of,
+    make_model,
+    sharded,
+    train,
+)
 
 import zerohvd.torch as zero
 
@@ -85,6 +95,20 @@ def test_units_by_themselves_by_class_and_by_predicate(units):
         names = ["(root)", "blocks.0", "blocks.1", "blocks.2", "blocks.3"]
         assert list(states(opt)) == names
         assert set(states(opt).values()) == {"sharded"}
+
+
+def test_units_reserve_no_addresses_where_these_are_limited():
+    expected, _ = sharded(cls=Blocks, stage=3)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 44, hard))  # as with ulimit -v
+    try:
+        model, opt = sharded(cls=Blocks, stage=3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert_same(expected, model, exact=True)
+    memories = [m for unit in opt.units.all for part in unit.parts for m in part.memories]
+    assert memories
+    assert all(m.storage.nbytes() == 0 for m in memories)
 
 
 def test_units_that_match_nothing_are_an_error():
