@@ -10,6 +10,7 @@ import horovod.torch as hvd
 import torch
 
 from zerohvd.config import ZeroConfig
+from zerohvd.torch import heap
 from zerohvd.torch.collectives import join
 from zerohvd.torch.compression import Compression, wire_dtype
 from zerohvd.torch.naming import bucket_groups, groups_bucket_bytes, name_parameters
@@ -100,7 +101,7 @@ def DistributedOptimizer(
         partition=choose_partition(optimizer, partition),
         **options,
     )
-    return ZeroOptimizer(
+    sharded = ZeroOptimizer(
         optimizer,
         named,
         collectives,
@@ -112,6 +113,9 @@ def DistributedOptimizer(
         units=_units,
         offload=elsewhere,
     )
+    if stage < 3 and any(n.param.device.type == "cpu" for n in named):
+        heap.keep()  # at stage 3 memory comes first
+    return sharded
 
 
 def _offload(where: str | None, path: str | os.PathLike[str] | None) -> Offload | None:

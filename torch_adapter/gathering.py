@@ -6,8 +6,8 @@
     backward                                  u2 ......... u1 ......... u0 ......... root
 
 A unit is freed when the next one is entered, so two units at most are whole at a time: the one at
-work and the one that is being gathered ahead. The root is whole from its forward pass to the end
-of the backward pass.
+work and the one that is being gathered ahead. The root is whole from its forward pass to where
+the backward pass no longer needs it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import nn
 
 from zerohvd.agreement import check_agreement
 from zerohvd.layout import Layout, build_layout
+from zerohvd.torch import heap
 from zerohvd.torch.collectives import Handle, LocalCollectives, TorchCollectives
 from zerohvd.torch.pages import POOL, heed_limits
 from zerohvd.torch.prefetch import Order
@@ -53,6 +54,7 @@ class Unit:
         self.depth = 0  # forward passes that are inside
         self.backward: Use | None = None  # the pass whose backward pass is under way
         self.held = 0  # by `gathered`, or while loading
+        self.awaited: set[nn.Parameter] = set()  # whose gradients the backward pass has not made
         self.kept = False  # until the step: a graph of gradients refers to the values
         self.gathers = 0
         self.made = 0  # parts, ever: each has names of its own for its collectives
@@ -101,6 +103,15 @@ class Unit:
             for part in self.parts:
                 part.free()
             self.state = SHARDED
+
+    def free_if_through(self) -> bool:
+        """Free it in the middle of a backward pass, if that will not come back to it."""
+        through = self.state == WHOLE and not (self.depth or self.held or self.kept)
+        if not through or any(part.is_referred_to() for part in self.parts):
+            return False
+        self.backward = None
+        self.free()
+        return True
 
     def open(self, units: Units) -> None:
         """Let values be written into the parameters; only this rank's part is kept."""
@@ -153,10 +164,12 @@ class Units:
         _compare(plan, options, collectives)
         self.all = [Unit(u, number) for number, u in enumerate(plan.units)]
         self.root = self.all[0]
+        self._unit_of: dict[nn.Parameter, Unit] = {}
         self.waiting = Waiting(self.all, collectives, prefix)
         self._forward, self._backward = Order(), Order()
         self._clock = 0
         self._task = False  # the end of a backward pass has been asked for
+        self._recomputes = False  # a module has been run inside of a backward pass
         self.loads = 0  # of the model's state
         self.hooks: list[Any] = []  # on the model's modules
         self.on_gather: Callable[[], None] | None = None
@@ -207,6 +220,7 @@ class Units:
                 part.dissolve()
             unit.parts = []
             unit.held, unit.state = 0, SHARDED
+        self._unit_of = {}
         for hooks in self.hooks:
             hooks.remove()
         self.hooks = []
@@ -224,6 +238,7 @@ class Units:
             unit.parts.append(flats)
             for param in flats.params:
                 param._zerohvd_units = self
+                self._unit_of[param] = unit
             return flats
 
         return make
@@ -233,6 +248,7 @@ class Units:
     def enter(self, unit: Unit) -> Use:
         """A module of the unit is about to run."""
         in_backward = _in_backward()
+        self._recomputes = self._recomputes or in_backward
         if not in_backward:
             self._forget_backward()
         if unit is self.root and not unit.depth and not in_backward:
@@ -302,7 +318,9 @@ class Units:
             for other in self.all[1:]:
                 if other is not unit and other.state == WHOLE:
                     self._free_if_done(other, use)
+            self._free_early(self.root)
         unit.backward = use
+        unit.awaited = {p for p in unit.params if p.requires_grad}
         unit.kept = unit.kept or again
         self._have(unit, self._backward)
 
@@ -313,6 +331,29 @@ class Units:
             unit.backward = None
         if unit.idle and (through or self.options.reshard_after_forward):
             unit.free()
+
+    def after_gradient(self, param: nn.Parameter) -> None:
+        """A gradient has come. With the last one of a unit, its backward pass is over."""
+        unit = self._unit_of.get(param)
+        if unit is None or unit is self.root or unit.backward is None:
+            return
+        unit.awaited.discard(param)
+        if unit.awaited or not self._free_early(unit):
+            return
+        if all(u.state == SHARDED for u in self.all[1:]):
+            # What comes now is the root's, whose gradients may be the largest of all. Between the
+            # activations that are gone there is no room for those.
+            POOL.trim()
+            heap.give_back()
+
+    def _free_early(self, unit: Unit) -> bool:
+        # What is recomputed may need any parameter again, and nothing refers to it before.
+        if self._recomputes or not self.options.reshard_after_forward:
+            return False
+        freed = unit.free_if_through()
+        if freed and unit is self.root:
+            POOL.trim()
+        return freed
 
     def _end_backward(self) -> None:
         self._forget_backward()

@@ -268,6 +268,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _arrived(self, section: int, index: int) -> None:
         """A gradient has been accumulated by a backward pass."""
+        if self.units is not None:
+            self.units.after_gradient(self._sections[section].params[index])
         if self._synchronized and self._overflow:
             self._end_step()  # GradScaler has skipped the step, on all ranks
         if self._synchronized:

@@ -61,6 +61,12 @@ class UnitFlats:
         for index, param in self._members:
             if param.is_meta:
                 embody(param, self._views[index])
+        # Each parameter's gradients come this way, and it refers to the parameter. It must not
+        # come and go: references are counted.
+        self._ways = [
+            torch.autograd.graph.get_gradient_edge(p) for _, p in self._members if p.requires_grad
+        ]
+        self._references: list[int] = []
         self.whole = True
         self.free()
 
@@ -139,7 +145,18 @@ class UnitFlats:
         """Let the parameters be seen, after their bytes have come."""
         for index, param in self._members:
             hidden.show(param, self._views[index])
+        self._references = self._count_references()
         self.whole = True
+
+    def is_referred_to(self) -> bool:
+        """Whether something has kept the parameters or their bytes since they were shown: a graph
+        for its backward pass, or the user."""
+        pairs = zip(self._count_references(), self._references, strict=True)
+        return any(now > then for now, then in pairs)
+
+    def _count_references(self) -> list[int]:
+        storages = [torch._C._storage_Use_Count(m.storage._cdata) for m in self.memories]
+        return storages + [param._use_count() for _, param in self._members]
 
     def free(self) -> None:
         """Hide the parameters and give the bytes back."""
