@@ -66,8 +66,8 @@ class UnitFlats:
         self._ways = [
             torch.autograd.graph.get_gradient_edge(p) for _, p in self._members if p.requires_grad
         ]
-        self._references: list[int] = []
-        self.whole = True
+        self.show()
+        self._references = self._count_references()  # when nobody else can have any
         self.free()
 
     def _allocate(self, params: Sequence[torch.nn.Parameter]) -> None:
@@ -145,12 +145,11 @@ class UnitFlats:
         """Let the parameters be seen, after their bytes have come."""
         for index, param in self._members:
             hidden.show(param, self._views[index])
-        self._references = self._count_references()
         self.whole = True
 
     def is_referred_to(self) -> bool:
-        """Whether something has kept the parameters or their bytes since they were shown: a graph
-        for its backward pass, or the user."""
+        """Whether something keeps the parameters or their bytes while they are whole: a graph for
+        its backward pass, or the user."""
         pairs = zip(self._count_references(), self._references, strict=True)
         return any(now > then for now, then in pairs)
 

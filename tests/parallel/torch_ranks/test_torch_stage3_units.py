@@ -148,6 +148,46 @@ def test_two_units_and_the_root_are_whole_at_most():
     assert moved["total"].bytes <= 3 * (n - 1) / n * 4 * psi
 
 
+@needs_ranks
+def test_nothing_is_whole_any_more_when_the_last_gradients_are_made():
+    model = make_model(cls=Blocks)
+    model, opt = zero.zeroify(model, adamw(model.parameters()), stage=3, persist_below=4)
+    seen = []
+    model.embed.weight.register_hook(lambda _: seen.append(set(states(opt).values())))
+    train(model, opt, steps=3)
+    assert seen == [{"sharded"}] * 3
+
+
+class ScaledAtTheRoot(Blocks):
+    """The root's own parameters are needed by the backward pass after that of the blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.scale = nn.Linear(DIM, DIM), nn.Parameter(torch.full((DIM,), 2.0))
+
+    def forward(self, tokens):
+        return self.head(self.body(self.scale * self.first(self.embed(tokens)))) * self.scale[0]
+
+
+class RecomputedAtTheRoot(ScaledAtTheRoot):
+    """The same, but nothing refers to them until they are needed."""
+
+    def forward(self, tokens):
+        def begin(x):
+            return self.blocks[0](x * self.scale)
+
+        def end(x):
+            return self.blocks[-1](self.blocks[2](self.blocks[1](x)))
+
+        x = checkpoint(begin, self.first(self.embed(tokens)), use_reentrant=False)
+        return self.head(checkpoint(end, x, use_reentrant=False))
+
+
+@pytest.mark.parametrize("cls", [ScaledAtTheRoot, RecomputedAtTheRoot])
+def test_the_root_stays_whole_while_the_backward_pass_needs_it(cls):
+    assert_trains_like_stage_2(cls)
+
+
 def test_units_may_stay_whole_between_forward_and_backward():
     _, opt = assert_trains_like_stage_2(reshard_after_forward=False)
     if hvd.size() > 1:
