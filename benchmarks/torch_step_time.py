@@ -3,7 +3,8 @@
     python benchmarks/torch_step_time.py --rounds 8
 
 Two ranks with one thread each train the same GPT with fused AdamW in float32. For step times all
-contenders live in the same processes and take turns, so that a busy machine slows all of them;
+contenders live in the same processes and take turns, so that a busy machine slows all of them
+(each with the settings of the C library's heap that it would have in a process of its own);
 for memory each gets fresh processes, and its peak is the high-water mark of the resident set less
 what it was before the model was made. DeepSpeed takes part if it is installed.
 """
@@ -164,6 +165,7 @@ def turns(ways, batch, args) -> dict:
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(args.rounds + 1):
         for way, contender in contenders.items():
+            choose_malloc(way)
             hvd.allreduce(torch.zeros(1), name="start together")
             taken = []
             for _ in range(STEPS_A_TURN):
@@ -173,6 +175,16 @@ def turns(ways, batch, args) -> dict:
             seconds[way].append(statistics.median(taken[1:]))
     kept = {way: values[1:] for way, values in seconds.items()}  # the first round warms up
     return {"params": contenders[ways[0]].params, "seconds": kept}
+
+
+def choose_malloc(way: str) -> None:
+    """The C library's settings are those of the process: each contender gets those it has alone."""
+    from zerohvd.torch import heap
+
+    if way in ("zero-1", "zero-2"):
+        heap.keep_large()
+    else:
+        heap.leave_alone()
 
 
 def peak(way, batch, args) -> dict:

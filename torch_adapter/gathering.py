@@ -23,7 +23,7 @@ from zerohvd.agreement import check_agreement
 from zerohvd.layout import Layout, build_layout
 from zerohvd.torch import heap
 from zerohvd.torch.collectives import Handle, LocalCollectives, TorchCollectives
-from zerohvd.torch.pages import POOL, heed_limits
+from zerohvd.torch.pages import POOL
 from zerohvd.torch.prefetch import Order
 from zerohvd.torch.sharding import Memory, NamedParam
 from zerohvd.torch.unit_memory import Fill, UnitFlats
@@ -156,7 +156,8 @@ class Units:
         Args:
             fill: Writes a parameter's first values, as for `UnitFlats`.
         """
-        heed_limits()
+        if heap.is_limited():
+            heap.map_large()
         self.options = options
         self.collectives = collectives
         self.prefix, self._fill = prefix, fill

@@ -1,62 +1,69 @@
-"""What the C library does with large blocks that a step frees.
+"""What the C library does with large blocks: who keeps them when they are freed.
 
-glibc asks the kernel for every block above 32 MiB, and gives it back as soon as it is freed. A
-step makes and frees a few of those, the gradient of an embedding for one, and each time the kernel
-finds and clears its pages anew: on a CPU several per cent of a step. Kept in the process, the
-blocks of one step are there for the next.
+Left alone, glibc takes blocks of up to 32 MiB from its heap and asks the kernel for larger ones,
+which go back as soon as they are freed. Both can be wrong. A step on a CPU makes and frees a few
+very large blocks, the gradient of an embedding for one, and the kernel finds and clears their pages
+anew each time: several per cent of a step. And blocks freed inside the heap leave gaps; where
+small ones that stay keep the gaps from being used again, a model that would fit does not.
 """
 
 from __future__ import annotations
 
 import os
-import threading
+import resource
 from collections.abc import Mapping
 
 from zerohvd.torch.pages import LIBC
 
-SWITCH = "ZEROHVD_KEEP_MEMORY"
+SWITCH = "ZEROHVD_MALLOC"
 
+# Options of mallopt.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
-_KEPT = 1 << 30  # free bytes at the heap's end that stay in the process
-_LARGEST_ON_HEAP = 32 << 20  # what glibc's own threshold grows to
-_lock = threading.Lock()
-_keeping = False
+_KEPT = 1 << 30  # free bytes at the end of the heap
+_MAPPED_FROM = 256 << 10
+_OWN_LIMIT = 32 << 20  # where glibc's own threshold ends up
+_ANY_NUMBER = 1 << 16
 
 
-def may_keep(environ: Mapping[str, str]) -> bool:
-    """Whether the C library's settings are ours to choose."""
+def is_ours(environ: Mapping[str, str]) -> bool:
+    """Whether the settings are ours to choose: nobody has chosen any, or said to leave them."""
     if environ.get(SWITCH, "1") == "0":
         return False
     chosen = any(name.startswith("MALLOC_") and name.endswith("_") for name in environ)
     return not chosen and "glibc.malloc" not in environ.get("GLIBC_TUNABLES", "")
 
 
-def keep() -> bool:
-    """Let large blocks stay in the process when they are freed; whether they do now."""
-    global _keeping
-    with _lock:
-        if LIBC is None or not hasattr(LIBC, "gnu_get_libc_version") or not may_keep(os.environ):
-            return False
-        if not _keeping:
-            LIBC.mallopt(_MMAP_MAX, 0)
-            LIBC.mallopt(_TRIM_THRESHOLD, _KEPT)
-            _keeping = True
-        return True
+def is_limited() -> bool:
+    """Whether all that is mapped counts as memory (ulimit -d or -v), and so do gaps."""
+    limits = (resource.RLIMIT_DATA, resource.RLIMIT_AS)
+    return any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in limits)
+
+
+def keep_large() -> None:
+    """Large blocks stay in the process when they are freed: fast."""
+    if not is_limited():
+        _set(mapped=0, threshold=_OWN_LIMIT, trim=_KEPT)
+
+
+def map_large() -> None:
+    """Large blocks are mapped one by one, and are gone when they are freed: small."""
+    _set(mapped=_ANY_NUMBER, threshold=_MAPPED_FROM, trim=_MAPPED_FROM)
+
+
+def leave_alone() -> None:
+    """As glibc does it by itself."""
+    _set(mapped=_ANY_NUMBER, threshold=_OWN_LIMIT, trim=2 * _OWN_LIMIT)
+    give_back()
 
 
 def give_back() -> None:
-    """Give the kernel what is free now, between blocks in use too; the next step gets it anew."""
-    if LIBC is not None and hasattr(LIBC, "malloc_trim"):
+    """The kernel gets what is free now, gaps too; the next step asks for it anew."""
+    if hasattr(LIBC, "malloc_trim"):
         LIBC.malloc_trim(0)
 
 
-def let_go() -> None:
-    """Give freed blocks back to the kernel again, as the C library does when left alone."""
-    global _keeping
-    with _lock:
-        if LIBC is not None and _keeping:
-            LIBC.mallopt(_MMAP_MAX, 65536)
-            LIBC.mallopt(_MMAP_THRESHOLD, _LARGEST_ON_HEAP)
-            LIBC.mallopt(_TRIM_THRESHOLD, 2 * _LARGEST_ON_HEAP)
-            _keeping = False
-    give_back()
+def _set(*, mapped: int, threshold: int, trim: int) -> None:
+    if hasattr(LIBC, "gnu_get_libc_version") and is_ours(os.environ):
+        LIBC.mallopt(_MMAP_MAX, mapped)
+        LIBC.mallopt(_MMAP_THRESHOLD, threshold)
+        LIBC.mallopt(_TRIM_THRESHOLD, trim)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zerohvd.torch.pages import keep_heap_small
+from zerohvd.torch import heap
 from zerohvd.torch.sharding import OwnedPiece, ShardedParams
 
 _MADV_DONTNEED = 4
@@ -41,7 +41,7 @@ class Offload:
         self._folder = None if path is None else Path(path)
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            keep_heap_small()  # the state of one section after the other goes through it
+            heap.map_large()  # the state of one section after the other goes through it
         self._files: dict[int, int] = {}  # address of a mapping -> bytes
 
     # -- memory -----------------------------------------------------------------------------------

@@ -203,23 +203,6 @@ def lasting(count: int, dtype: torch.dtype, device: torch.device) -> Lasting | N
     return Lasting(count, dtype) if large and device.type == "cpu" and LIBC is not None else None
 
 
-_MMAP_THRESHOLD = -3  # of mallopt
-_MAPPED_FROM = 256 << 10
-
-
-def keep_heap_small() -> None:
-    """Let the C library map large blocks one by one, in this process, from now on.
-
-    It stops doing so by itself once some have been freed, as a heap is faster. But blocks that are
-    freed in a heap leave gaps, and small ones that stay keep the gaps from being used again.
-    """
-    theirs = "MALLOC_MMAP_THRESHOLD_" in os.environ or (
-        "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
-    )
-    if not theirs and hasattr(LIBC, "mallopt"):  # only glibc has it
-        LIBC.mallopt(_MMAP_THRESHOLD, _MAPPED_FROM)
-
-
 # One pool for all models: what one of them frees, another can use.
 POOL = Pool()
 
@@ -233,14 +216,4 @@ def make(nbytes: int, device: torch.device) -> Range | Resized:
 
 def _addresses_are_limited() -> bool:
     """Whether reserved addresses count as memory (ulimit -v): then none can be kept for later."""
-    return _limited(resource.RLIMIT_AS)
-
-
-def heed_limits() -> None:
-    """Where all that is mapped counts as memory (ulimit -d or -v), gaps in the heap do too."""
-    if _limited(resource.RLIMIT_DATA) or _limited(resource.RLIMIT_AS):
-        keep_heap_small()
-
-
-def _limited(what: int) -> bool:
-    return resource.getrlimit(what)[0] != resource.RLIM_INFINITY
+    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
