@@ -10,7 +10,8 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
-from zerohvd.torch.gathering import Unit, Units
+from zerohvd.torch.gathering import Units
+from zerohvd.torch.unit import Unit
 
 
 def units_of(param: nn.Parameter) -> Units | None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from zerohvd.torch.gathering import Unit, Units
+    from zerohvd.torch.gathering import Units
+    from zerohvd.torch.unit import Unit
 
 
 class GradHooks:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from zerohvd.torch import hidden
-from zerohvd.torch.gathering import Unit, Units
+from zerohvd.torch.gathering import Units
+from zerohvd.torch.unit import Unit
 
 
 class ModuleState:

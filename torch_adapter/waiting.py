@@ -22,7 +22,7 @@ from zerohvd.errors import DisagreementError
 from zerohvd.torch.collectives import Handle, LocalCollectives, TorchCollectives
 
 if TYPE_CHECKING:
-    from zerohvd.torch.gathering import Unit
+    from zerohvd.torch.unit import Unit
 
 PATIENCE = 0.25  # seconds before a rank asks what the others need
 SHORT_PATIENCE = 0.02  # the same, for a unit that had to be asked for before

@@ -97,6 +97,7 @@ def test_units_by_themselves_by_class_and_by_predicate(units):
         assert set(states(opt).values()) == {"sharded"}
 
 
+@needs_ranks
 def test_units_reserve_no_addresses_where_these_are_limited():
     expected, _ = sharded(cls=Blocks, stage=3)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
