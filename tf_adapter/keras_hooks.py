@@ -146,7 +146,8 @@ def _compile(original: Any) -> Any:
             self.optimizer = inner  # compile wrapped it once more
         if self.jit_compile:
             self.jit_compile = False
-            print("zerohvd: jit_compile is off for this model: Horovod has no XLA operations.")
+            if not hvd.is_initialized() or hvd.rank() == 0:
+                print("zerohvd: jit_compile is off for this model: Horovod has no XLA operations.")
         return result
 
     return compile_

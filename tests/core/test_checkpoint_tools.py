@@ -92,6 +92,14 @@ def test_a_missing_checkpoint_is_an_error_without_a_traceback(tmp_path, capsys):
         assert "error: there is no checkpoint" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("action", ["inspect", "verify"])
+def test_a_reader_that_has_seen_enough_is_no_error(saved, action):
+    command = [sys.executable, "-m", "zerohvd", "checkpoint", action, str(saved)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+
+
 @pytest.mark.parametrize(
     ("suffix", "most"), [(".safetensors", 6 << 20), (".pt", 6 << 20), (".weights.h5", 30 << 20)]
 )

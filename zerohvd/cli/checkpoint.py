@@ -69,7 +69,14 @@ def add_parser(subparsers: Any) -> None:
 def _guarded(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
     def guarded(args: argparse.Namespace) -> int:
         try:
-            return run(args)
+            code = run(args)
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError:
+            # The reader, `head` for one, has seen enough. What is left in the buffer would be
+            # written once more when Python ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
         except (CheckpointError, ValueError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 2

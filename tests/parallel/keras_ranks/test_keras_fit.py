@@ -2,6 +2,7 @@
 
 import itertools
 
+import horovod.tensorflow as hvd
 import keras
 import keras_world as world
 import numpy as np
@@ -158,7 +159,7 @@ def test_backups_without_the_state_are_no_secret(tmp_path):
 def test_xla_is_switched_off(capsys):
     model, _ = compiled(jit_compile=True)
     assert not model.jit_compile
-    assert "jit_compile is off" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("jit_compile is off") == (hvd.rank() == 0)
 
     @tf.function(jit_compile=True)
     def step(x):
