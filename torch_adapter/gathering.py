@@ -209,7 +209,8 @@ class Units:
             for other in self.all[1:]:
                 if other is not unit and other.state == WHOLE:
                     self._free_if_done(other, use)
-            self._free_early(self.root)
+            if self._free_early(self.root):
+                POOL.trim()  # the units that come now have pages of their own
         unit.backward = use
         unit.awaited = {p for p in unit.params if p.requires_grad}
         unit.kept = unit.kept or again
@@ -242,10 +243,7 @@ class Units:
         # What is recomputed may need any parameter again, and nothing refers to it before.
         if self._recomputes or not self.options.reshard_after_forward:
             return False
-        freed = unit.free_if_through()
-        if freed and unit is self.root:
-            POOL.trim()
-        return freed
+        return unit.free_if_through()
 
     def _end_backward(self) -> None:
         self._forget_backward()

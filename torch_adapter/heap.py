@@ -13,6 +13,7 @@ import os
 import resource
 from collections.abc import Mapping
 
+from zerohvd.torch import pages
 from zerohvd.torch.pages import LIBC
 
 SWITCH = "ZEROHVD_MALLOC"
@@ -35,8 +36,7 @@ def is_ours(environ: Mapping[str, str]) -> bool:
 
 def is_limited() -> bool:
     """Whether all that is mapped counts as memory (ulimit -d or -v), and so do gaps."""
-    limits = (resource.RLIMIT_DATA, resource.RLIMIT_AS)
-    return any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in limits)
+    return pages.is_limited(resource.RLIMIT_DATA, resource.RLIMIT_AS)
 
 
 def keep_large() -> None:

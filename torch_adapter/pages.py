@@ -41,6 +41,16 @@ def _libc() -> ctypes.CDLL | None:
 LIBC = _libc()
 
 
+def users(storage: torch.UntypedStorage) -> int:
+    """How many tensors, saved ones of autograd's too, refer to these bytes."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def is_limited(*limits: int) -> bool:
+    """Whether any of these RLIMIT_... is set."""
+    return any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in limits)
+
+
 class Range:
     """A range of addresses, with or without memory behind it; without at first."""
 
@@ -178,15 +188,12 @@ class Lasting:
         except OSError as error:
             raise MemoryError(f"cannot get {nbytes} bytes: {error.strerror}") from error
         self.tensor = torch.frombuffer(self._held, dtype=dtype, count=count)
-        self._users = self._count_users()
-
-    def _count_users(self) -> int:
-        return torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata)
+        self._users = users(self.tensor.untyped_storage())
 
     @property
     def in_use(self) -> bool:
         """Whether somebody has a view of it."""
-        return self._count_users() > self._users
+        return users(self.tensor.untyped_storage()) > self._users
 
     def drop(self) -> None:
         """Give the pages back; there are zeros from now on."""
@@ -209,11 +216,8 @@ POOL = Pool()
 
 def make(nbytes: int, device: torch.device) -> Range | Resized:
     """Memory that can be freed and had again."""
-    if device.type == "cpu" and LIBC is not None and nbytes and not _addresses_are_limited():
+    # Where reserved addresses count as memory (ulimit -v), none can be kept for later.
+    keeps_addresses = LIBC is not None and not is_limited(resource.RLIMIT_AS)
+    if device.type == "cpu" and keeps_addresses and nbytes:
         return Range(nbytes, POOL)
     return Resized(nbytes, device)
-
-
-def _addresses_are_limited() -> bool:
-    """Whether reserved addresses count as memory (ulimit -v): then none can be kept for later."""
-    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY

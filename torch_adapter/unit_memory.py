@@ -154,7 +154,7 @@ class UnitFlats:
         return any(now > then for now, then in pairs)
 
     def _count_references(self) -> list[int]:
-        storages = [torch._C._storage_Use_Count(m.storage._cdata) for m in self.memories]
+        storages = [pages.users(memory.storage) for memory in self.memories]
         return storages + [param._use_count() for _, param in self._members]
 
     def free(self) -> None:
