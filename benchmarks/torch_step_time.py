@@ -183,6 +183,8 @@ def choose_malloc(way: str) -> None:
 
     if way in ("zero-1", "zero-2"):
         heap.keep_large()
+    elif way == "zero-3":
+        heap.keep_small()
     else:
         heap.leave_alone()
 

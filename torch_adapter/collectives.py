@@ -78,31 +78,43 @@ class TorchCollectives(HorovodCollectives):
         self._native = native
         self.process_set_id: int = self._set.process_set_id
 
-    def exchange_start(self, x: torch.Tensor, lengths: Sequence[int], *, name: str) -> Exchange:
+    def exchange_start(
+        self,
+        x: torch.Tensor,
+        lengths: Sequence[int],
+        *,
+        name: str,
+        into: torch.Tensor | None = None,
+    ) -> Exchange:
         """A reducescatter without the final sum: part r of `x`, `lengths[r]` long, goes to rank r.
 
         Leaving the sum to the caller allows any precision, a fixed order and bfloat16, and is
         faster than MPI's own reducescatter on large buffers. The bytes moved are the same.
+
+        Args:
+            into: Memory for one part, where the sum will stay. It becomes the `scratch` if what is
+                received is no larger.
         """
         own = lengths[self.rank]
+        into = None if into is None or into.dtype != x.dtype else into
         self._note(name, "reducescatter", x, moved=(x.numel() - own) * x.element_size())
         if self._use_native(x, lengths):
-            out = x.new_empty(own)
+            out = x.new_empty(own) if into is None else into
             started = mpi_ops._reducescatter_async(x, out, name, hvd.Sum, self._set, 1.0, 1.0)
             return Exchange(_HorovodHandle(started, x), [out], out)
         if self.size == 2:
-            return self._exchange_with_other(x, lengths, name)
+            return self._exchange_with_other(x, lengths, name, into)
         out = x.new_empty(self.size * own)
         handle = self._alltoall_start(x, lengths, out, name)
         return Exchange(handle, out.view(self.size, own).unbind(), out)
 
     def _exchange_with_other(
-        self, x: torch.Tensor, lengths: Sequence[int], name: str
+        self, x: torch.Tensor, lengths: Sequence[int], name: str, into: torch.Tensor | None
     ) -> Exchange:
         """Of two ranks, each sends only what the other one needs: its own part stays in place."""
         first, second = x.split(list(lengths))
         own, others = (first, second) if self.rank == 0 else (second, first)
-        out = x.new_empty(own.numel())
+        out = x.new_empty(own.numel()) if into is None else into
         splits = [0, others.numel()] if self.rank == 0 else [others.numel(), 0]
         handle = self._alltoall_start(others, splits, out, name)
         return Exchange(handle, [own, out] if self.rank == 0 else [out, own], out)
@@ -162,7 +174,14 @@ class TorchCollectives(HorovodCollectives):
 class LocalCollectives(SingleProcess):
     """The same calls for a rank on its own: one process, or outside the process set."""
 
-    def exchange_start(self, x: torch.Tensor, lengths: Sequence[int], *, name: str) -> Exchange:
+    def exchange_start(
+        self,
+        x: torch.Tensor,
+        lengths: Sequence[int],
+        *,
+        name: str,
+        into: torch.Tensor | None = None,
+    ) -> Exchange:
         return Exchange(_Done(), [x], x.new_empty(0))
 
     def gather_start(self, x: torch.Tensor, lengths: Sequence[int], *, name: str) -> Handle:

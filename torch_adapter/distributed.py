@@ -113,8 +113,8 @@ def DistributedOptimizer(
         units=_units,
         offload=elsewhere,
     )
-    if stage < 3 and offload is None and any(n.param.device.type == "cpu" for n in named):
-        heap.keep_large()  # at stage 3 memory comes first
+    if offload is None and any(n.param.device.type == "cpu" for n in named):
+        (heap.keep_large if stage < 3 else heap.keep_small)()  # at stage 3 memory comes first
     return sharded
 
 

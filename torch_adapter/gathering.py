@@ -30,6 +30,10 @@ from zerohvd.torch.unit_memory import Fill, UnitFlats
 from zerohvd.torch.units import ModelPlan, UnitOptions, UnitPlan, tensors_in
 from zerohvd.torch.waiting import Waiting
 
+# Steps until the heap looks as it will for ever. The optimizer's state comes with the first one,
+# between what that leaves; gaps that no later step needs do not have to keep their memory.
+_FIRST_STEPS = 3
+
 
 class Units:
     """All units of a model: who is whole, who comes next."""
@@ -60,6 +64,7 @@ class Units:
         self._forward, self._backward = Order(), Order()
         self._clock = 0
         self._task = False  # the end of a backward pass has been asked for
+        self._steps = 0
         self._recomputes = False  # a module has been run inside of a backward pass
         self.loads = 0  # of the model's state
         self.hooks: list[Any] = []  # on the model's modules
@@ -233,11 +238,7 @@ class Units:
         if unit.awaited or not self._free_early(unit):
             return
         if all(u.state == SHARDED for u in self.all[1:]):
-            # What comes now is the root's, whose gradients may be the largest of all. Between the
-            # activations that are gone there is no room for those.
-            POOL.trim()
-            if param.device.type == "cpu":
-                heap.give_back()
+            POOL.trim()  # what comes now is the root's, whose gradients may be the largest of all
 
     def _free_early(self, unit: Unit) -> bool:
         # What is recomputed may need any parameter again, and nothing refers to it before.
@@ -286,6 +287,9 @@ class Units:
                 unit.finish(self.waiting)
                 unit.free()
         POOL.trim()
+        self._steps += 1
+        if self._steps <= _FIRST_STEPS:
+            heap.give_back()
 
     def of(self, params: Iterable[nn.Parameter]) -> list[Unit]:
         """The units that hold any of these parameters, in order."""

@@ -13,6 +13,17 @@ if TYPE_CHECKING:
     from zerohvd.torch.unit import Unit
 
 
+def mark_own(hook: Any) -> None:
+    """Note that a hook on a gradient is ours."""
+    hook._zerohvd = True
+
+
+def only_own(param: torch.Tensor) -> bool:
+    """Whether nobody else has hooks that see the parameter's gradient."""
+    hooks = param._post_accumulate_grad_hooks or {}
+    return not param._backward_hooks and all(hasattr(h, "_zerohvd") for h in hooks.values())
+
+
 class GradHooks:
     """Calls `owner._arrived(section, index)` when `params[index].grad` has been added to.
 
@@ -37,6 +48,7 @@ class GradHooks:
                 with torch.no_grad():
                     living._arrived(section, index)
 
+        mark_own(hook)
         return hook
 
     def remove(self) -> None:

@@ -26,6 +26,7 @@ from zerohvd.torch.offload import Offload
 from zerohvd.torch.reduced import ReducedGrads
 from zerohvd.torch.rounds import Rounds, check_passes
 from zerohvd.torch.sharding import Memory, NamedParam, ShardedParams
+from zerohvd.torch.tied import TiedGradients
 
 MakeUnits = Callable[[TorchCollectives | LocalCollectives, str], Units]
 
@@ -84,7 +85,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._reduced = ReducedGrads(
             self._sections, collectives, self._prefix, replicated=config.stage == 0
         )
-        self._hooks: list[GradHooks] = []
+        self._hooks: list[GradHooks | TiedGradients] = []
         self._groups_of: list[list[torch.nn.Parameter]] = [
             list(g["params"]) for g in inner.param_groups
         ]

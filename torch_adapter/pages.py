@@ -8,10 +8,12 @@ another. A range keeps its addresses for ever, so that views into it stay valid.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
 import resource
 import sys
+from collections.abc import Sequence
 
 import torch
 
@@ -20,6 +22,7 @@ _NO_ACCESS = 0
 _DONTNEED = 4
 _HUGE_PAGES = 14
 _HUGE = 2 << 20
+_ALIGNED = 64  # bytes: a processor's cache line
 _FIXED, _NORESERVE = 0x10, 0x4000
 _MOVE = 1 | 2 | 4  # may move, to a fixed place, and the old range stays reserved
 
@@ -51,6 +54,14 @@ def is_limited(*limits: int) -> bool:
     return any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in limits)
 
 
+def _ask_for_huge_pages(address: int, nbytes: int) -> None:
+    """Where the system has them for those who ask: one fault in the place of 512."""
+    assert LIBC is not None
+    inside = nbytes // _HUGE * _HUGE  # a huge page at the end could be mostly waste
+    if inside:
+        LIBC.madvise(address, inside, _HUGE_PAGES)
+
+
 class Range:
     """A range of addresses, with or without memory behind it; without at first."""
 
@@ -64,19 +75,12 @@ class Range:
             held, dtype=torch.uint8, count=nbytes, offset=-first % _HUGE
         )
         self.address = self.tensor.data_ptr()
-        self._ask_for_huge_pages()
+        _ask_for_huge_pages(self.address, self.nbytes)
         # What cannot be written to counts as nobody's memory.
         assert LIBC is not None
         LIBC.mprotect(first, self.nbytes + _HUGE, _NO_ACCESS)
         self._pool = pool
         self.there = False
-
-    def _ask_for_huge_pages(self) -> None:
-        """Where the system has them for those who ask: one fault in the place of 512."""
-        assert LIBC is not None
-        inside = self.nbytes // _HUGE * _HUGE  # a huge page at the end could be mostly waste
-        if inside:
-            LIBC.madvise(self.address, inside, _HUGE_PAGES)
 
     @property
     def storage(self) -> torch.UntypedStorage:
@@ -179,35 +183,42 @@ class Lasting:
 
     In the heap, each of them would lie in the way when the room around it is wanted again, and the
     heap would grow by several times their size. The pages go when nobody needs the values.
+
+    Attributes:
+        parts: 1-D, one for each of the lengths.
     """
 
-    def __init__(self, count: int, dtype: torch.dtype) -> None:
-        nbytes = count * dtype.itemsize
+    def __init__(self, lengths: Sequence[int], dtype: torch.dtype) -> None:
+        step = _ALIGNED // dtype.itemsize
+        starts = list(itertools.accumulate((-(-n // step) * step for n in lengths), initial=0))
+        nbytes = starts[-1] * dtype.itemsize
+        # Huge pages begin at multiples of their size; where addresses are counted, none is wasted.
+        huge = nbytes >= _HUGE and not is_limited(resource.RLIMIT_DATA, resource.RLIMIT_AS)
+        spare = _HUGE if huge else 0
         try:
-            self._held = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._held = mmap.mmap(-1, nbytes + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise MemoryError(f"cannot get {nbytes} bytes: {error.strerror}") from error
-        self.tensor = torch.frombuffer(self._held, dtype=dtype, count=count)
-        self._users = users(self.tensor.untyped_storage())
+        first = torch.frombuffer(self._held, dtype=torch.uint8).data_ptr()
+        offset = -first % _HUGE if huge else 0
+        whole = torch.frombuffer(self._held, dtype=dtype, count=starts[-1], offset=offset)
+        if huge:
+            _ask_for_huge_pages(whole.data_ptr(), nbytes)
+        self.parts = [
+            whole[start : start + length] for start, length in zip(starts, lengths, strict=False)
+        ]
+        self._storage = whole.untyped_storage()
+        del whole
+        self._users = users(self._storage)
 
     @property
     def in_use(self) -> bool:
-        """Whether somebody has a view of it."""
-        return users(self.tensor.untyped_storage()) > self._users
+        """Whether somebody has a view of it, other than `parts`."""
+        return users(self._storage) > self._users
 
     def drop(self) -> None:
         """Give the pages back; there are zeros from now on."""
         self._held.madvise(mmap.MADV_DONTNEED)
-
-
-# Less than this does no harm in the heap.
-_LASTING_BYTES = 1 << 16
-
-
-def lasting(count: int, dtype: torch.dtype, device: torch.device) -> Lasting | None:
-    """Such memory, where it is of use."""
-    large = count * dtype.itemsize >= _LASTING_BYTES
-    return Lasting(count, dtype) if large and device.type == "cpu" and LIBC is not None else None
 
 
 # One pool for all models: what one of them frees, another can use.

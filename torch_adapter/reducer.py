@@ -11,9 +11,10 @@ import torch
 
 from zerohvd.layout import Bucket, Layout
 from zerohvd.numerics import DivideFactors
-from zerohvd.torch import arrays, pages
+from zerohvd.torch import arrays
 from zerohvd.torch.buffers import zero_padding
 from zerohvd.torch.collectives import Exchange, LocalCollectives, TorchCollectives
+from zerohvd.torch.shard_memory import ShardMemory
 
 # A bucket of the user's travels in this many parts, each a bucket of the layout. Of these, two may
 # be on their way while one is filled: full gradients of less than two buckets. Smaller parts cost
@@ -80,10 +81,14 @@ class GradReducer:
         self._filled: list[set[int]] = [set() for _ in layout.buckets]
         self._pending: deque[_Pending] = deque()
         self.shards = [None] * len(layout.buckets)
-        # For the shards. Of two ranks, what has been received becomes the shard.
-        self._memories: list[pages.Lasting | None] = [None] * len(layout.buckets)
-        if layout.size != 2:
-            self._memories = [self._memory(b) for b in range(len(layout.buckets))]
+        # Of two ranks at stage 2, what has been received becomes the shard, in the heap: there it
+        # takes the place of activations that are gone.
+        outside = stage >= 3 or (stage == 2 and layout.size != 2)
+        self._memory = ShardMemory(
+            [lengths[self._rank] for lengths in self._lengths if outside],
+            [dtype for dtype in shard_dtypes if outside],
+            [params[b.slots[0].param].device for b in layout.buckets if outside],
+        )
         self.weight: float | None = None  # of this rank in this step
         self.begin_step()
 
@@ -162,7 +167,10 @@ class GradReducer:
         if self._stage == 0:
             exchange = self._allreduce(sent, name)
         else:
-            exchange = self._collectives.exchange_start(sent, self._lengths[b], name=name)
+            into = self._memory.of(b) if self.shards[b] is None else None
+            exchange = self._collectives.exchange_start(
+                sent, self._lengths[b], name=name, into=into
+            )
         if self._stage < 2:
             self._keep_shard_in(b, bucket, source)
         self._pending.append(_Pending(b, sent, exchange))
@@ -184,18 +192,7 @@ class GradReducer:
         backward pass allocates from what it frees of those."""
         self.shards = [None] * len(self._layout.buckets)
         self._flats = [None] * len(self._layout.buckets)
-        for b, memory in enumerate(self._memories):
-            if memory is not None and memory.in_use:
-                self._memories[b] = None  # a user has kept gradients: they stay as they are
-            elif memory is not None:
-                memory.drop()
-
-    def _memory(self, b: int) -> pages.Lasting | None:
-        """For the reduced gradients of a bucket, at stages that keep no full ones."""
-        if self._stage < 2:
-            return None
-        device = self._params[self._layout.buckets[b].slots[0].param].device
-        return pages.lasting(self._lengths[b][self._rank], self._shard_dtypes[b], device)
+        self._memory.drop()
 
     def _weighed(self, source: torch.Tensor) -> torch.Tensor:
         """What goes out for `source`: scaled, in the wire's dtype."""
@@ -312,10 +309,8 @@ class GradReducer:
         length, dtype = self._lengths[b][self._rank], self._shard_dtypes[b]
         if scratch.numel() == length and scratch.dtype == dtype:
             return scratch
-        memory = self._memories[b]
-        if memory is None:
-            memory = self._memories[b] = self._memory(b)
-        return scratch.new_empty(length, dtype=dtype) if memory is None else memory.tensor
+        memory = self._memory.of(b)
+        return scratch.new_empty(length, dtype=dtype) if memory is None else memory
 
 
 def _combine(

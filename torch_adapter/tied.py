@@ -1,0 +1,144 @@
+"""A large parameter that two modules use: two gradients, and no third for their sum.
+
+Autograd keeps the first gradient of such a parameter until the second one is there, and adds them
+up in fresh memory where the first is a view, as that of a Linear layer is. For a tied embedding,
+often the largest parameter, this is where a step needs most. Here the first one is kept aside,
+autograd hands over the second as if it were alone, and the first is added to it in place. Of two
+numbers the sum is the same either way.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerohvd.torch.hooks import mark_own, only_own
+from zerohvd.torch.units import tensors_in
+
+# Less than this is not worth it.
+_LARGE_BYTES = 1 << 20
+
+# How far from a module's output its parameter's gradient is looked for: through the views and
+# additions of a Linear layer.
+_NEAR = 16
+
+
+class TiedGradients:
+    """The parameters of a model that two modules use. Make it before the optimizer's hooks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        users: dict[nn.Parameter, list[nn.Module]] = {}
+        for module in model.modules():
+            for param in dict.fromkeys(module._parameters.values()):
+                if param is not None:
+                    users.setdefault(param, []).append(module)
+        self._pairs = [
+            _Pair(param, modules)
+            for param, modules in users.items()
+            if len(modules) == 2 and _is_large(param)
+        ]
+
+    def remove(self) -> None:
+        for pair in self._pairs:
+            pair.remove()
+
+
+class _Pair:
+    def __init__(self, param: nn.Parameter, modules: Collection[nn.Module]) -> None:
+        self._param = weakref.ref(param)
+        self._uses = 0  # in forward passes since the last gradient
+        self._aside: torch.Tensor | None = None
+        self._task = -1  # the backward pass that it is of
+        self._handles: list[Any] = [m.register_forward_hook(self._after) for m in modules]
+        self._handles.append(param.register_post_accumulate_grad_hook(self._join))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _after(self, module: nn.Module, _: Any, outputs: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        param = self._param()
+        if param is None or not param.requires_grad:
+            return
+        self._uses += 1
+        if self._uses == 2:  # the last one used has the first gradient
+            edge = _edge_to(param, outputs)
+            if edge is not None:
+                node, index = edge
+                node.register_hook(self._taker(index))
+
+    def _taker(self, index: int) -> Any:
+        uses = self
+
+        def take(grads: tuple[torch.Tensor | None, ...], _: Any) -> Any:
+            return uses._take(grads, index)
+
+        return take
+
+    def _take(self, grads: tuple[torch.Tensor | None, ...], index: int) -> Any:
+        """Keep a gradient aside, where nobody but the optimizer will miss it."""
+        grad, param = grads[index], self._param()
+        if grad is None or param is None or self._uses != 2 or not _alone(param):
+            return None
+        self._aside, self._task = grad, torch._C._current_graph_task_id()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        return (*grads[:index], None, *grads[index + 1 :])
+
+    def _join(self, param: torch.Tensor) -> None:
+        """The sum of the others has come."""
+        self._uses = 0
+        aside, self._aside = self._aside, None
+        if aside is not None and self._task == torch._C._current_graph_task_id():
+            with torch.no_grad():
+                param.grad.add_(aside)
+
+    mark_own(_join)
+
+    def _end(self) -> None:
+        """The backward pass is over. If there was no other gradient, autograd has seen none."""
+        param, aside = self._param(), self._aside
+        self._aside = None
+        if aside is not None and param is not None:
+            param.grad = aside
+            for hook in list(param._post_accumulate_grad_hooks.values()):
+                hook(param)
+
+
+def _is_large(param: nn.Parameter) -> bool:
+    nbytes = param.numel() * param.element_size()
+    return param.device.type in ("cpu", "meta") and nbytes >= _LARGE_BYTES
+
+
+def _alone(param: nn.Parameter) -> bool:
+    """Whether this backward pass adds to the parameter's gradient, and only the optimizer looks."""
+    # Hooks of the user's could see one of the two gradients, and take it for the sum.
+    if torch.is_grad_enabled() or param.grad is not None or not only_own(param):
+        return False
+    try:
+        end = torch.autograd.graph.get_gradient_edge(param).node
+        return bool(torch._C._will_engine_execute_node(end))
+    except RuntimeError:  # autograd.grad() wants this very gradient for itself
+        return False
+
+
+def _edge_to(param: nn.Parameter, outputs: Any) -> tuple[Any, int] | None:
+    """The one node near the outputs that hands a gradient to the parameter."""
+    found: list[torch.Tensor] = []
+    tensors_in(outputs, found)
+    nodes = [t.grad_fn for t in found if t.grad_fn is not None]
+    edges: list[tuple[Any, int]] = []
+    for node in nodes:  # which grows
+        for index, (after, _) in enumerate(node.next_functions):
+            if after is None:
+                continue
+            if getattr(after, "variable", None) is param:
+                edges.append((node, index))
+            elif len(nodes) < _NEAR and after not in nodes:
+                nodes.append(after)
+    return edges[0] if len(edges) == 1 else None
