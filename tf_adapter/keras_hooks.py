@@ -18,7 +18,8 @@ HDF5 format not fail at all: it is refused before.
 `SwapEMAWeights` exchanges variables and moving averages one by one; here averages are shared out.
 
 `Model.fit`, `evaluate` and `predict` draw progress bars: on rank 0 only, unless asked for. And
-where another rank saves meanwhile, they say so.
+where another rank saves meanwhile, they say so. And on a dataset in uneven parts, they count
+samples (see `uneven`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_lib
 
 from zerohvd.errors import ShardedStateError
-from zerohvd.keras import averages
+from zerohvd.keras import averages, uneven
 from zerohvd.keras.collectives import join
 
 _models: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
@@ -58,6 +59,8 @@ def install() -> None:
     for name in ("fit", "evaluate", "predict"):
         _wrap_model_method(name, _quiet)
     _wrap_model_method("fit", _warn_of_backups)
+    for name, step in (("fit", "train_step"), ("evaluate", "test_step")):
+        _wrap_model_method(name, functools.partial(uneven.wrap, step=step, is_ours=_is_ours))
     saving_lib.save_model = _whole_models_only(saving_lib.save_model)
     legacy_h5_format.save_model_to_hdf5 = _no_hdf5(legacy_h5_format.save_model_to_hdf5)
     swapping = getattr(keras.callbacks, "SwapEMAWeights", None)  # older Keras versions lack it
@@ -80,6 +83,10 @@ def unwrap(optimizer: Any) -> Any:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
     return optimizer if isinstance(optimizer, DistributedOptimizer) else None
+
+
+def _is_ours(model: Any) -> bool:
+    return unwrap(getattr(model, "optimizer", None)) is not None
 
 
 def ranks_of(model: Any) -> Any:
@@ -138,6 +145,7 @@ def _compile(original: Any) -> Any:
     @functools.wraps(original)
     def compile_(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
+        uneven.forget(self)
         inner = unwrap(getattr(self, "optimizer", None))
         if inner is None:
             return result

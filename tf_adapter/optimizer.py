@@ -222,7 +222,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             if index not in given and not variable.trainable
         )
         with tf.name_scope(self.name):
-            self.step.run(aligned, scaler, weighting.take())
+            self.step.run(aligned, scaler, weighting.take(), weighting.is_in_loss(self))
 
     def _agree_on_present(self, grads: Sequence[Any]) -> None:
         """Which variables have gradients on any rank; the first step decides, on all ranks."""
@@ -273,7 +273,12 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         return self.inner_optimizer.iterations
 
     def scale_loss(self, loss: Any) -> Any:
-        return (self.scaler or self.inner_optimizer).scale_loss(loss)
+        loss = (self.scaler or self.inner_optimizer).scale_loss(loss)
+        if not weighting.holds():
+            return loss
+        # One number, instead of all gradients later.
+        weighting.put_into_loss(self)
+        return loss * tf.cast(weighting.take(), loss.dtype)
 
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
         if self.step is not None:

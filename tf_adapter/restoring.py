@@ -97,9 +97,7 @@ class Plan:
         self.items: list[_Item] = []
         self._scalars: list[tuple[Any, Any]] = []
 
-    def _match(
-        self, stored_places: Mapping[str, str], unplaced: Sequence[str]
-    ) -> dict[str, str]:
+    def _match(self, stored_places: Mapping[str, str], unplaced: Sequence[str]) -> dict[str, str]:
         """Name in the model -> name in the checkpoint."""
         at = {place: name for name, place in stored_places.items()}
         found = {name: name for name in self.held.variables}

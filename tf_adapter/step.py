@@ -67,6 +67,7 @@ class Step:
                     for v in variables
                 ]
         self._heads: list[Any] = []
+        self._weigh: Callable[[Any], Any] = gradients.as_it_is
         self._early = _early(layout)
         self._turn = _Turn()
         # Which parameters get gradients; fixed by the first step, when all ranks compare theirs.
@@ -79,26 +80,35 @@ class Step:
 
     # -- the story --------------------------------------------------------------------------------
 
-    def run(self, grads: Sequence[Any], scaler: Any = None, weight: Any = None) -> None:
-        """Apply gradients that belong to `variables`, None where there is none."""
+    def run(
+        self, grads: Sequence[Any], scaler: Any = None, weight: Any = None, in_loss: bool = False
+    ) -> None:
+        """Apply gradients.
+
+        Args:
+            grads: They belong to `variables`; None where there is none.
+            scaler: A LossScaleOptimizer that scaled their loss.
+            weight: How much this rank counts; None: as much as any other.
+            in_loss: Whether the gradients have been multiplied with the weight already.
+        """
         plan = self.wire.new_plan()
         grads = [sparse.rows_of(g, v.shape) for g, v in zip(grads, self.variables, strict=True)]
         with tf.control_dependencies(gradients.first_of(grads)):
             self.wire.step.assign_add(1)
         self._heads = gradients.first_of(grads)
-        factor = self._mean_factor(weight, grads)
-        if weight is not None:
-            grads = [gradients.times(g, weight) for g in grads]
-            if self.local_sums:
-                # The batches that are added up may differ in weight: each counts as one, as in
-                # Keras, so each is divided by its own.
-                grads, factor = [gradients.times(g, factor) for g in grads], None
+        factor = self._mean_factor(weight)
+        self._weigh = _weighing(weight, in_loss)
         scale = self._loss_scale(scaler)
         if self._pipelined(scaler):
             self._finish(self._reduce_and_update(grads, factor, scale))
             return
         if self.local_sums:
-            payload = [g if g is None else gradients.dense(g) for g in grads]
+            payload = [g if g is None else self._weigh(gradients.dense(g)) for g in grads]
+            self._weigh = gradients.as_it_is
+            if weight is not None:
+                # The batches that are added up may differ in weight: each counts as one, as in
+                # Keras, so each is divided by its own.
+                payload, factor = [gradients.times(g, factor) for g in payload], None
             payload = payload if scale is None else [gradients.divided(g, scale) for g in payload]
         else:
             payload = self._reduce_all(grads, factor, scale)
@@ -226,7 +236,7 @@ class Step:
             found = sparse.reduce(
                 self.wire,
                 self._name(bucket, "sparse"),
-                gradients.cast(grads[slot.param], wire_dtype),
+                gradients.cast(grads[slot.param].map(self._weigh), wire_dtype),
                 owned[0].param_span if owned else None,
                 lambda: self._reduce_dense(bucket, grads, wire_dtype, owned, lambda g: g),
             )
@@ -258,12 +268,12 @@ class Step:
         }
         if self.wire.size == 1:
             return [
-                mean(buffers.cut(flats[p.param], p.param_span))
+                mean(buffers.cut(self._weigh(flats[p.param]), p.param_span))
                 if p.param in flats
                 else mean(tf.zeros([p.param_span.length], dtype))
                 for p in pieces
             ]
-        packed = buffers.pack(bucket, flats, dtype)
+        packed = self._weigh(buffers.pack(bucket, flats, dtype))
         if not flats:
             packed = self.wire.live(packed)
         if self.layout.size == 1:
@@ -278,11 +288,11 @@ class Step:
         start = bucket.span(self.rank).start
         return [buffers.cut(reduced, p.bucket_span.shift(-start)) for p in pieces]
 
-    def _mean_factor(self, weight: Any, grads: Sequence[Any]) -> Any:
+    def _mean_factor(self, weight: Any) -> Any:
         """What turns the sum over the ranks into their mean; None: nothing to do."""
         if weight is None:
             return None if self.wire.size == 1 else 1.0 / self.wire.size
-        with tf.control_dependencies(gradients.first_of(grads)):
+        with tf.control_dependencies(self._heads):
             total = self.wire.allreduce(tf.reshape(weight, [1]), f"{self.wire.prefix}/weight")
         self.wire.keep(total)
         return tf.math.divide_no_nan(1.0, total[0])
@@ -396,6 +406,20 @@ def _early(layout: Layout) -> int:
             return index
         freed += size
     return len(sizes)
+
+
+def _weighing(weight: Any, in_loss: bool) -> Callable[[Any], Any]:
+    """What makes of a gradient this rank's contribution to the sum.
+
+    A rank of weight 0 contributes zeros, whatever its gradients are: the loss of no samples may
+    well have been NaN.
+    """
+    if weight is None:
+        return gradients.as_it_is
+    if in_loss:
+        counts = weight > 0
+        return lambda g: tf.cond(counts, lambda: g, lambda: tf.zeros_like(g))
+    return lambda g: tf.math.multiply_no_nan(g, tf.cast(weight, g.dtype))
 
 
 class _Turn:
