@@ -11,6 +11,9 @@ one rank's share.
 
 `Model.compile` switches XLA on where it can; Horovod has no such operations in XLA.
 
+`Model.compile_from_config`, of `load_model`, builds the optimizer, which all ranks have to do
+together: that waits until they train.
+
 `Model.save_weights` stores the optimizer's state along with the weights: one rank cannot do that,
 so the state stays out of it. Saving a model would fail after the file has been emptied, or in the
 HDF5 format not fail at all: it is refused before.
@@ -42,6 +45,7 @@ from zerohvd.keras.collectives import join
 
 _models: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 _installed = False
+_loading = False
 
 
 def install() -> None:
@@ -55,6 +59,7 @@ def install() -> None:
     scaler.save_own_variables = _save_scaler(scaler.save_own_variables)
     scaler.load_own_variables = _load_scaler(scaler.load_own_variables)
     _wrap_model_method("compile", _compile)
+    _wrap_model_method("compile_from_config", _load)
     _wrap_model_method("save_weights", _save_weights)
     for name in ("fit", "evaluate", "predict"):
         _wrap_model_method(name, _quiet)
@@ -161,6 +166,24 @@ def _compile(original: Any) -> Any:
     return compile_
 
 
+def _load(original: Any) -> Any:
+    @functools.wraps(original)
+    def compile_from_config(self: Any, config: Any) -> Any:
+        global _loading
+        before, _loading = _loading, True
+        try:
+            return original(self, config)
+        finally:
+            _loading = before
+
+    return compile_from_config
+
+
+def is_loading() -> bool:
+    """Whether `load_model` is compiling a model on this rank, and perhaps on no other."""
+    return _loading
+
+
 def _save_scaler(original: Any) -> Any:
     @functools.wraps(original)
     def save_own_variables(self: Any, store: Any) -> None:
@@ -187,7 +210,7 @@ def _load_scaler(original: Any) -> Any:
 
 def verbose() -> str | int:
     """For `fit(verbose=...)` and the like: a progress bar on rank 0, silence elsewhere."""
-    return "auto" if hvd.rank() == 0 else 0
+    return "auto" if not hvd.is_initialized() or hvd.rank() == 0 else 0
 
 
 def _quiet(original: Any) -> Any:

@@ -151,9 +151,7 @@ def load_state(optimizer: Any, stored: Mapping[str, np.ndarray]) -> None:
             f"the stored optimizer state lacks {missing[:3]} (of {len(missing)} missing): it was "
             f"saved by another kind of optimizer than {type(optimizer.inner_optimizer).__name__}"
         )
-    for key, variable in _scalars(optimizer).items():
-        if key in stored:
-            variable.assign(np.asarray(stored[key]))
+    load_scalars(optimizer, stored)
     for held in _slots(optimizer):
         if held.key not in stored:
             continue
@@ -169,6 +167,13 @@ def load_state(optimizer: Any, stored: Mapping[str, np.ndarray]) -> None:
         held.variable.assign(tf.cast(value.reshape(held.variable.shape), held.variable.dtype))
 
 
+def load_scalars(optimizer: Any, stored: Mapping[str, np.ndarray]) -> None:
+    """Take the part of a state that all ranks hold alike, such as `iterations`."""
+    for key, variable in _scalars(optimizer).items():
+        if key in stored:
+            variable.assign(np.asarray(stored[key]))
+
+
 def _optional(optimizer: Any) -> set[str]:
     """What a state may lack: masters, when it was saved with wider variables."""
     held = {h.key for h in _slots(optimizer) if h.key.startswith("slots:master:")}
@@ -180,6 +185,12 @@ def plain_optimizer(optimizer: Any, root: int = 0) -> Any:
 
     All ranks must call it; the others get None.
     """
+    optimizer.build_loaded()
+    if optimizer.step is None:
+        raise ShardedStateError(
+            "the optimizer has no state yet: train a step, or call "
+            "opt.build(model.trainable_variables) on all ranks"
+        )
     state = whole_state(optimizer, root)
     if state is None:
         return None

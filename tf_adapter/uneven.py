@@ -122,10 +122,22 @@ def _without_trace(model: Any, step: Callable[[Any], Any], data: Any, count: Any
     def restore() -> Any:
         for variable, value in zip(state.values(), before, strict=True):
             variable.value.assign(value)
+        for variable in model.metrics_variables:
+            if id(variable) not in state:  # made in this step, its first
+                variable.value.assign(tf.zeros_like(variable.value))
         return tf.constant(True)
 
     tf.cond(count > 0, lambda: tf.constant(False), restore)
-    return result
+    if not isinstance(result, dict):
+        return result
+    # The stand-in is in the metrics that the step has returned.
+    now = {k: v for k, v in model.get_metrics_result().items() if k in result}
+    return {**result, **{k: _either(count, result[k], v) for k, v in now.items()}}
+
+
+def _either(count: Any, with_samples: Any, without: Any) -> Any:
+    with_samples = tf.convert_to_tensor(with_samples)
+    return tf.cond(count > 0, lambda: with_samples, lambda: tf.cast(without, with_samples.dtype))
 
 
 def _stand_in(t: Any, count: Any) -> Any:

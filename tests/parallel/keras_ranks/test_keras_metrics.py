@@ -132,3 +132,95 @@ def test_a_rank_without_samples_leaves_no_trace():
     assert np.any(statistics.moving_mean.numpy()) == (world.RANK == world.SIZE - 1)
     assert all(np.all(np.isfinite(w)) for w in world.weights(model))
     world.assert_ranks_agree(world.weights(model))
+
+
+class OwnStep(keras.Model):
+    """A train_step as in Keras' guides: no loss tracker, no scale_loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.tracker = keras.layers.Dense(1), keras.metrics.Mean(name="own")
+
+    def call(self, x):
+        return self.dense(x)
+
+    @property
+    def metrics(self):
+        return [self.tracker]
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x)[:, 0] - tf.cast(y, tf.float32)) ** 2)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        self.tracker.update_state(loss, sample_weight=tf.shape(x)[0])
+        return {"own": self.tracker.result(), "last": loss}
+
+
+@world.at_two_ranks
+def test_a_train_step_of_ones_own_on_an_uneven_dataset():
+    results = []
+    for distributed in (False, True):
+        keras.utils.set_random_seed(3)
+        model, data = OwnStep(), batches(2 * BATCH + 1, False)
+        optimizer = keras.optimizers.SGD(0.01)
+        model.compile(zero.DistributedOptimizer(optimizer) if distributed else optimizer)
+        history = model.fit(
+            zero.shard_dataset(data) if distributed else data, epochs=2, verbose=0,
+            callbacks=[zero.callbacks.MetricAverage()] if distributed else [],
+        )  # fmt: skip
+        results.append([*world.weights(model), np.array(history.history["own"])])
+    world.assert_same(results[1], results[0], bitwise=False, tolerance=2e-6)
+
+
+@world.at_two_ranks
+def test_one_trace_for_all_uneven_datasets(monkeypatch):
+    traces = []
+    _, model = fitted(True, lambda: batches(2 * BATCH + 1, False))
+    run = model.optimizer.step.run
+    monkeypatch.setattr(model.optimizer.step, "run", lambda *a: (traces.append(1), run(*a)))
+    model.fit(zero.shard_dataset(batches(BATCH + 1, False)), verbose=0)
+    assert not traces
+    x, y, _ = samples(4)
+    model.fit(x, y, batch_size=2, verbose=0)  # counts nothing, so that is another step
+    model.fit(zero.shard_dataset(batches(BATCH + 1, False)), verbose=0)
+    assert len(traces) == 1
+    assert not {"train_step", "test_step"} & model.__dict__.keys()
+
+
+def test_a_loop_over_an_uneven_dataset():
+    """One trace, and ranks without samples count as 0 although their loss is NaN."""
+    traces, results = [], []
+    for distributed in (False, True):
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.Input((7,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.Adam(0.01)
+        optimizer = zero.DistributedOptimizer(optimizer) if distributed else optimizer
+        optimizer.build(model.trainable_variables)
+
+        @tf.function(input_signature=[tf.TensorSpec([None, 7]), tf.TensorSpec([None], tf.int64)])
+        def step(x, y, model=model, optimizer=optimizer, distributed=distributed):
+            traces.append(distributed)
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(x)[:, 0] - tf.cast(y, tf.float32)) ** 2)
+            if distributed:
+                zero.weight(tf.shape(x)[0])
+            optimizer.apply(tape.gradient(loss, model.trainable_variables))
+
+        data = batches(2 * BATCH + 1, False)
+        for x, y in zero.shard_dataset(data) if distributed else data:
+            step(x, y)
+        results.append(world.weights(model))
+    world.assert_same(results[1], results[0], bitwise=False, tolerance=2e-6)
+    assert traces == [False, True]
+
+
+@pytest.mark.skipif(world.SIZE == 1, reason="needs two ranks")
+def test_all_ranks_count_samples_or_none():
+    _, model = fitted(False, lambda: batches(1, False))
+    model.compile(zero.DistributedOptimizer("sgd"), loss="sparse_categorical_crossentropy")
+    data = batches(BATCH + 1, False)
+    part = zero.shard_dataset(data)
+    with pytest.raises(zero.DisagreementError, match=r"only ranks \[0\]"):
+        model.fit(part if world.RANK == 0 else data, verbose=0)
