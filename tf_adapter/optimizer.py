@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,20 +14,11 @@ import tensorflow as tf
 from zerohvd.agreement import check_agreement
 from zerohvd.config import MIB, ZeroConfig
 from zerohvd.errors import DisagreementError, ShardedStateError
-from zerohvd.keras import averages, broadcasting, keras_hooks, partition, state, weighting
+from zerohvd.keras import averages, broadcasting, keras_hooks, layouts, state, weighting
 from zerohvd.keras.collectives import Wire
 from zerohvd.keras.pieces import PieceVariable, owned_pieces, tf_variable, variable_path
 from zerohvd.keras.step import Step
 from zerohvd.launchers import check_ranks
-from zerohvd.layout import Layout, ParamSpec, build_layout
-
-# glibc gives blocks beyond this back to the system, and takes a page fault for each of their
-# pages in every step: a collective on 64 MiB was measured six times slower than four on 16 MiB.
-_CHUNK_BYTES = 32 * MIB
-_NO_CHUNKS = 1 << 62
-
-# What a variable is called whose gradient comes as rows; `build` sees variables, not gradients.
-_TABLE = re.compile("embed|table")
 
 _DELEGATED = (
     "weight_decay",
@@ -131,7 +121,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             wire = Wire(self.process_set)
             check_ranks(os.environ, hvd.size())
             everyone = wire.eager.allgather_object(tables, name="zero/agree/tables")
-            layout = self._layout(variables, wire, {i for found in everyone for i in found})
+            rows = {i for found in everyone for i in found}
+            layout = layouts.lay_out(variables, self.inner_optimizer, self.config, wire.size, rows)
             settings = {
                 **self.config.as_dict(),
                 "optimizer": type(self.inner_optimizer).__name__,
@@ -153,22 +144,6 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         for index, variable in enumerate(variables):
             self._trainable_variables_indices[self._var_key(variable)] = index
         self.built = True
-
-    def _layout(self, variables: Sequence[Any], wire: Wire, tables: set[int]) -> Layout:
-        sharded = self.config.stage > 0
-        how = partition.choose(self.inner_optimizer, self.config.partition)
-        specs = _specs(variables, tables)
-        chunk = max(_CHUNK_BYTES, self.config.bucket_bytes)
-        # The rows of a table are sent for the whole of it.
-        large_table = any(s.group and s.nbytes > chunk for s in specs)
-        whole = how == "parameter" or not sharded or wire.size == 1 or large_table
-        return build_layout(
-            specs,
-            wire.size if sharded else 1,
-            bucket_bytes=self.config.bucket_bytes,
-            partition=how,
-            chunk_bytes=_NO_CHUNKS if whole else chunk,
-        )
 
     def _build_inner(self, pieces: list[PieceVariable]) -> None:
         inner = self.inner_optimizer
@@ -419,23 +394,3 @@ def _check_inner(optimizer: Any, config: ZeroConfig) -> None:
 def _options(optimizer: Any) -> dict[str, Any]:
     # Keras numbers names by the order of creation, which may differ between ranks.
     return {k: v for k, v in optimizer.get_config().items() if k != "name"}
-
-
-def _specs(variables: Sequence[Any], tables: set[int]) -> list[ParamSpec]:
-    seen: dict[str, int] = {}
-    specs = []
-    for index, variable in enumerate(variables):
-        path = variable_path(variable)
-        count = seen[path] = seen.get(path, 0) + 1
-        if getattr(variable, "overwrite_with_gradient", False):
-            raise ValueError(
-                f"variable {path!r} is overwritten with its gradient (float8 training), which "
-                "zerohvd does not support"
-            )
-        dtype = tf_variable(variable).dtype.base_dtype.name
-        name = path if count == 1 else f"{path}#{count}"
-        # A table in a bucket of its own can send its gradient as rows.
-        called_so = len(variable.shape) > 1 and _TABLE.search(path.split("/")[-1].lower())
-        group = name if index in tables or called_so else 0
-        specs.append(ParamSpec(name, tuple(variable.shape), dtype, group))
-    return specs

@@ -250,11 +250,11 @@ class Plan:
             step.wire.new_plan().eager = steps_were_eager
             assembled = buffers.Assembly(step.layout, step.natives)
             for bucket in step.layout.buckets:
-                for index in step._pieces_of[bucket.index]:
-                    step.pieces[index].load()  # what the checkpoint lacks stays as it is
+                for piece in step.pieces_in(bucket):
+                    piece.load()  # what the checkpoint lacks stays as it is
                 for item in self.buckets.get(bucket.index, ()):
                     item.apply()
-                step._gather(bucket, assembled)
+                step.gather(bucket, assembled)
         for variable, value in self._scalars:
             variable.assign(value)
 
