@@ -28,21 +28,24 @@ class MetricAverage(keras.callbacks.Callback):
 
     def __init__(self) -> None:
         super().__init__()
+        self._in_epoch = False
         self._trained: metrics.Snapshot | None = None
         self._tested: metrics.Snapshot | None = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._trained = self._tested = None
+        self._in_epoch, self._trained, self._tested = True, None, None
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         # Validation begins where training has ended, and starts the same metrics afresh.
-        if self._trained is None:
+        if self._in_epoch and self._trained is None:
             self._trained = metrics.snapshot(self.model)
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        self._tested = metrics.snapshot(self.model)
+        if self._in_epoch:
+            self._tested = metrics.snapshot(self.model)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._in_epoch = False
         logs = {} if logs is None else logs
         ranks = keras_hooks.ranks_of(self.model)
         val = {k[len("val_") :]: v for k, v in logs.items() if k.startswith("val_")}

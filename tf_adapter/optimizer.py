@@ -326,6 +326,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         if self.step is not None:
             state.load_state(self, stored)
             return
+        state.check_scalars(self, stored)
         self.loaded_state = {key: np.array(value) for key, value in stored.items()}
         state.load_scalars(self, self.loaded_state)
 
