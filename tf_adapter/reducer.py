@@ -26,18 +26,22 @@ class Reduction:
         self, step: Any, after: Sequence[Any], scale: Any, weight: Any, in_loss: bool
     ) -> None:
         self._step, self._wire, self._scale = step, step.wire, scale
-        self._is_weighted = weight is not None
+        self._weight, self._after = weight, after
         self._weigh = _weighing(weight, in_loss)
-        self._factor = self._mean_factor(weight, after)
+        # What turns the sum over the ranks into their mean; None: nothing to do, or not known yet.
+        self._factor: Any = None
+        if weight is None and self._wire.size > 1:
+            self._factor = 1.0 / self._wire.size
 
     def locally(self, grads: Sequence[Any]) -> list[Any]:
         """Gradients to be added up on this rank before `bucket` reduces their sum."""
         found = [g if g is None else self._weigh(gradients.dense(g)) for g in grads]
-        if self._is_weighted:
+        if self._weight is not None:
+            self._add_up_weights(self._after)
             # The batches that are added up may differ in weight: each counts as one, as in Keras,
             # so each is divided by its own.
             found = [gradients.times(g, self._factor) for g in found]
-            self._weigh, self._factor = gradients.as_it_is, None
+            self._weight, self._weigh, self._factor = None, gradients.as_it_is, None
         if self._scale is not None:
             found = [gradients.divided(g, self._scale) for g in found]
             self._scale = None
@@ -51,6 +55,9 @@ class Reduction:
         slot = bucket.slots[0]
 
         def mean(total: Any) -> Any:
+            # Every step begins with a bucket: whoever trains while another rank saves, is refused
+            # there, and must not have left anything on its way (see `entry`).
+            self._add_up_weights([*self._after, total])
             return self._mean(total, pieces[0].dtype) if pieces else total
 
         spans = [p.piece for p in pieces]
@@ -66,6 +73,7 @@ class Reduction:
             if owned:
                 total, start = mean(found[0]), owned[0].param_span.start
                 found = [buffers.cut(total, s.param_span.shift(-start)) for s in spans]
+            self._add_up_weights(self._after)
         else:
             found = self._dense(bucket, grads, wire_dtype, spans, mean)
         return [
@@ -115,15 +123,15 @@ class Reduction:
         start = bucket.span(step.rank).start
         return [buffers.cut(reduced, p.bucket_span.shift(-start)) for p in pieces]
 
-    def _mean_factor(self, weight: Any, after: Sequence[Any]) -> Any:
-        """What turns the sum over the ranks into their mean; None: nothing to do."""
+    def _add_up_weights(self, after: Sequence[Any]) -> None:
+        """Find the factor, once."""
+        if self._weight is None or self._factor is not None:
+            return
         wire = self._wire
-        if weight is None:
-            return None if wire.size == 1 else 1.0 / wire.size
-        with tf.control_dependencies(after):
-            total = wire.allreduce(tf.reshape(weight, [1]), f"{wire.prefix}/weight")
+        with tf.control_dependencies(gradients.to_wait_for(list(after))):
+            total = wire.allreduce(tf.reshape(self._weight, [1]), f"{wire.prefix}/weight")
         wire.keep(total)
-        return tf.math.divide_no_nan(1.0, total[0])
+        self._factor = tf.math.divide_no_nan(1.0, total[0])
 
 
 def _weighing(weight: Any, in_loss: bool) -> Callable[[Any], Any]:
