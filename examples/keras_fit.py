@@ -55,7 +55,7 @@ def main() -> None:
     data = zero.shard_dataset(make_dataset())  # each rank its part of every batch
     model = make_model()
     optimizer = zero.DistributedOptimizer(keras.optimizers.AdamW(1e-3), stage=args.stage)
-    model.compile(optimizer, loss="sparse_categorical_crossentropy", weighted_metrics=["accuracy"])
+    model.compile(optimizer, loss="sparse_categorical_crossentropy", metrics=["accuracy"])
     untrained = tf.constant(model.evaluate(data, verbose=0)[0])
     before = float(hvd.allreduce(untrained, name="untrained"))
     history = model.fit(

@@ -13,7 +13,7 @@ allow_single_process(os.environ)
 
 from zerohvd.checkpoint import CheckpointError, CorruptCheckpointError  # noqa: E402
 from zerohvd.errors import DisagreementError, ShardedStateError, ZeroError  # noqa: E402
-from zerohvd.keras import callbacks  # noqa: E402
+from zerohvd.keras import callbacks, keras_hooks  # noqa: E402
 from zerohvd.keras.checkpoint import CheckpointManager, load, save  # noqa: E402
 from zerohvd.keras.data import shard_dataset  # noqa: E402
 from zerohvd.keras.keras_hooks import verbose  # noqa: E402
@@ -23,6 +23,9 @@ from zerohvd.keras.saving import save_model  # noqa: E402
 from zerohvd.keras.state import plain_optimizer  # noqa: E402
 from zerohvd.keras.weighting import weight  # noqa: E402
 from zerohvd.keras.zeroify import zeroify  # noqa: E402
+
+# Before any optimizer is made: load_model makes one while it is compiling.
+keras_hooks.install()
 
 __all__ = [
     "CheckpointError",

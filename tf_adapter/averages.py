@@ -38,9 +38,9 @@ def write(step: Any) -> list[Any]:
     for bucket in step.layout.buckets:
         # One after the other, or Horovod would fuse them, in a buffer of 128 MiB by default.
         with tf.control_dependencies(gradients.to_wait_for(done[-1:])):
-            for index in step._pieces_of[bucket.index]:
+            for index in step.indices_in(bucket):
                 step.pieces[index].set(_averages(step)[index].value)
-            done.append(step._gather(bucket, assembled))
+            done.append(step.gather(bucket, assembled))
     return done
 
 

@@ -8,16 +8,19 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 
-from zerohvd.keras import keras_hooks, saving
+from zerohvd.keras import keras_hooks, metrics, saving
 from zerohvd.keras.broadcasting import broadcast_variables
 from zerohvd.keras.checkpoint import CheckpointManager
 
 
 class MetricAverage(keras.callbacks.Callback):
-    """Average the metrics of an epoch over the ranks, by how much each rank's is worth.
+    """Report the metrics of an epoch as if one process had seen the samples of all ranks.
 
-    A metric that is a mean counts as much as the samples (or sample weights) it is the mean of,
-    any other as much as the samples of the loss: ranks may have different numbers of them.
+    The states of the metrics are added up, not their results averaged: so that is exact, to
+    rounding, for the loss and for every metric that adds up over samples, which all of
+    keras.metrics do (means, AUC, precision and recall, F-scores, R2, IoU). A metric of your own
+    whose variables do not add up says so with `aggregation` in `add_variable`, as for
+    tf.distribute. Other numbers, such as a train_step of your own may return, are averaged.
 
     Put it first: callbacks behind it (ReduceLROnPlateau, EarlyStopping, Checkpoint) then see the
     same numbers on all ranks and decide alike.
@@ -25,54 +28,33 @@ class MetricAverage(keras.callbacks.Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._counts: dict[str, float] = {}
-        self._tested = False
+        self._in_epoch = False
+        self._trained: metrics.Snapshot | None = None
+        self._tested: metrics.Snapshot | None = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._counts, self._tested = {}, False
+        self._in_epoch, self._trained, self._tested = True, None, None
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         # Validation begins where training has ended, and starts the same metrics afresh.
-        if not self._tested:
-            self._counts.update(_counts(self.model))
+        if self._in_epoch and self._trained is None:
+            self._trained = metrics.snapshot(self.model)
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        self._counts.update({f"val_{n}": c for n, c in _counts(self.model).items()})
-        self._tested = True
+        if self._in_epoch:
+            self._tested = metrics.snapshot(self.model)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if not logs:
-            return
-        if not self._tested:
-            self._counts.update(_counts(self.model))
-        names = sorted(k for k, v in logs.items() if np.ndim(v) == 0)
-        values = np.array([float(logs[n]) for n in names], np.float64)
-        counts = np.array([self._count(n) for n in names], np.float64)
-        # A mean of no samples may be NaN, and must not spoil those of other ranks.
-        sent = np.stack([np.where(counts > 0, values * counts, 0.0), counts, values])
+        self._in_epoch = False
+        logs = {} if logs is None else logs
         ranks = keras_hooks.ranks_of(self.model)
-        summed = ranks.allreduce(ranks.from_numpy(sent), name="zero/metrics")
-        total, count, plain = ranks.to_numpy(summed)
-        # Nobody counted what a train_step of one's own returns.
-        mean = np.where(count > 0, total / np.where(count > 0, count, 1.0), plain / ranks.size)
-        logs.update(zip(names, map(float, mean), strict=True))
-
-    def _count(self, name: str) -> float:
-        samples = self._counts.get("val_loss" if name.startswith("val_") else "loss", 1.0)
-        return self._counts.get(name, samples)
-
-
-def _counts(model: Any) -> dict[str, float]:
-    """How much each mean among the model's metrics is the mean of."""
-    found: dict[str, float] = {}
-    several: set[str] = set()
-    for metric in model.metrics:
-        for part in getattr(metric, "metrics", None) or [metric]:
-            if isinstance(part, keras.metrics.Mean):
-                if part.name in found:
-                    several.add(part.name)
-                found[part.name] = float(part.count)
-    return {name: count for name, count in found.items() if name not in several}
+        val = {k[len("val_") :]: v for k, v in logs.items() if k.startswith("val_")}
+        train = {k: v for k, v in logs.items() if not k.startswith("val_")}
+        here = self._trained or metrics.snapshot(self.model)
+        logs.update(metrics.together(self.model, here, train, ranks, "zero/metrics"))
+        here = self._tested or here
+        found = metrics.together(self.model, here, val, ranks, "zero/val_metrics")
+        logs.update({f"val_{name}": value for name, value in found.items()})
 
 
 class LearningRateWarmup(keras.callbacks.Callback):

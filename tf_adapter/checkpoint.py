@@ -58,6 +58,8 @@ def prepare_save(
 ) -> tuple[Any, SavePlan]:
     """Bring the ranks together; returns how this one comes to its part of the checkpoint."""
     optimizer = _optimizer(model, opt, "zero.save")
+    if optimizer is not None:
+        optimizer.build_loaded()
     ranks = _meet(model, optimizer, entry.SAVE)
     made: list[Holdings] = []
 
@@ -111,6 +113,8 @@ def load(
     optimizer = _optimizer(model, opt, "zero.load")
     if not model.built:
         raise ValueError("the model is not built yet: call it on a batch, or model.build()")
+    if optimizer is not None:
+        optimizer.build_loaded()
     if optimizer is not None and optimizer.step is None:
         around = model.optimizer if unwrap(getattr(model, "optimizer", None)) else optimizer
         around.build(model.trainable_variables)

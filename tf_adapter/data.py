@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from zerohvd.collectives import HorovodCollectives
+from zerohvd.keras import uneven
 
 
 def shard_dataset(
@@ -22,14 +23,13 @@ def shard_dataset(
     """This rank's part of every batch, so that all ranks together train as one process would.
 
     Each batch of `dataset` is cut into one part per rank. All ranks get the same number of steps.
-    The last, smaller batch is cut as evenly as it can be, and sample weights make up for parts of
-    different sizes: the mean over the ranks of the weighted losses is the mean over the samples.
-    A rank that gets no sample at all runs one with weight 0. (That is for losses that average
-    over samples, Keras' default.) Batches known to divide evenly get no weights.
+    The last, smaller batch is cut as evenly as it can be, and a rank may get no sample of it.
+    Samples stay as they are, `sample_weight` included.
 
-    Gradients are exact. So are metrics under MetricAverage while batches divide evenly; in a last
-    batch that does not, the loss and weighted metrics count a rank's samples by their weights, so
-    that the mean over an epoch is off by as much as a sample or two of it.
+    `fit` counts every rank by the samples it has: gradients are those of the whole batch, and
+    under MetricAverage so are the metrics. (That is for losses that average over samples, Keras'
+    default; not for the reductions "sum" and "mean_with_sample_weight", nor for masks.) A loop of
+    your own says how many there are, 0 included: `zero.weight(tf.shape(x)[0])` before `apply`.
 
     Args:
         dataset: Of (x, y) or (x, y, sample_weight), in batches as one process would train on
@@ -46,8 +46,7 @@ def shard_dataset(
     _check_spec(dataset.element_spec)
     if ranks.size == 1:
         return dataset
-    if check:
-        _check_order(dataset, ranks)
+    samples = _check_order(dataset, ranks) if check else ranks.size
     static = tf.nest.flatten(dataset.element_spec)[0].shape[0]
     even = static is not None and static % ranks.size == 0
 
@@ -55,35 +54,17 @@ def shard_dataset(
         total = tf.shape(tf.nest.flatten(batch[0])[0])[0]
         start = total * ranks.rank // ranks.size
         stop = total * (ranks.rank + 1) // ranks.size
-        own = stop - start
-        # A model cannot average over nothing: an empty part borrows a sample at weight 0.
-        start = tf.where(own > 0, start, 0)
-        stop = tf.where(own > 0, stop, 1)
-        cut = tf.nest.map_structure(lambda t: t[start:stop], batch)
-        if even:
-            return cut
-        share = tf.cast(own * ranks.size, tf.float32) / tf.cast(total, tf.float32)
-        weights = tf.fill([stop - start], share)
-        if len(cut) == 3:
-            weights = _times(cut[2], weights)
-        return (*cut[:2], weights)
+        return tf.nest.map_structure(lambda t: t[start:stop], batch)
 
-    return dataset.map(part, num_parallel_calls=tf.data.AUTOTUNE).prefetch(1)
-
-
-def _times(given: Any, weights: Any) -> Any:
-    def times(g: Any) -> Any:
-        shape = tf.concat([tf.shape(weights), tf.ones([tf.rank(g) - 1], tf.int32)], 0)
-        return g * tf.cast(tf.reshape(weights, shape), g.dtype)
-
-    return tf.nest.map_structure(times, given)
+    parts = dataset.map(part, num_parallel_calls=tf.data.AUTOTUNE).prefetch(1)
+    return parts if even else uneven.mark(parts, samples / ranks.size)
 
 
 def _check_spec(spec: Any) -> None:
     if not isinstance(spec, tuple) or len(spec) not in (2, 3):
         raise ValueError(
-            "shard_dataset needs a dataset of (x, y) or (x, y, sample_weight) tuples, because "
-            f"uneven batches are evened out by sample weights; got elements {spec}"
+            "shard_dataset needs a dataset of (x, y) or (x, y, sample_weight) tuples, as fit does; "
+            f"got elements {spec}"
         )
     for part in tf.nest.flatten(spec):
         if part.shape.rank == 0:
@@ -93,11 +74,14 @@ def _check_spec(spec: Any) -> None:
             )
 
 
-def _check_order(dataset: tf.data.Dataset, ranks: HorovodCollectives) -> None:
+def _check_order(dataset: tf.data.Dataset, ranks: HorovodCollectives) -> int:
+    """Raise if ranks see another first batch; how many samples it has, at least 1."""
     digest = hashlib.sha256()
+    samples = 1
     for batch in dataset.take(1):
         for x in tf.nest.flatten(batch):
             digest.update(np.ascontiguousarray(x.numpy()).tobytes())
+        samples = max(1, len(tf.nest.flatten(batch)[0]))
     seen = ranks.allgather_object(digest.hexdigest(), name="zero/dataset")
     differ = [r for r, d in enumerate(seen) if d != seen[0]]
     if differ:
@@ -107,3 +91,4 @@ def _check_order(dataset: tf.data.Dataset, ranks: HorovodCollectives) -> None:
             "such as shuffle(..., seed=1) under the same tf.random.set_seed; or pass check=False "
             "if that is meant."
         )
+    return samples

@@ -66,7 +66,7 @@ def _first_operation(step: Step) -> str:
         # TensorFlow calls an operation outside of graphs by its kind.
         kind = "Allreduce" if whole and not narrow else "Reducescatter" if native else "Alltoall"
         return f"Horovod{kind}"
-    name = step._name(bucket, "allreduce" if whole else "reducescatter")
+    name = step.name_of(bucket, "allreduce" if whole else "reducescatter")
     if whole and not narrow:
         return name
     name = f"{name}/reducescatter" if whole else name

@@ -24,8 +24,12 @@ def cast(grad: Any, dtype: Any) -> Any:
     return on_values(grad, lambda g: tf.cast(g, dtype))
 
 
-def times(grad: Any, weight: Any) -> Any:
-    return on_values(grad, lambda g: g * tf.cast(weight, g.dtype))
+def as_it_is(grad: Any) -> Any:
+    return grad
+
+
+def times(grad: Any, factor: Any) -> Any:
+    return None if grad is None else grad * tf.cast(factor, grad.dtype)
 
 
 def divided(grad: Any, scale: Any) -> Any:

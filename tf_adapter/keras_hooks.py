@@ -11,6 +11,9 @@ one rank's share.
 
 `Model.compile` switches XLA on where it can; Horovod has no such operations in XLA.
 
+`Model.compile_from_config`, of `load_model`, builds the optimizer, which all ranks have to do
+together: that waits until they train.
+
 `Model.save_weights` stores the optimizer's state along with the weights: one rank cannot do that,
 so the state stays out of it. Saving a model would fail after the file has been emptied, or in the
 HDF5 format not fail at all: it is refused before.
@@ -18,7 +21,8 @@ HDF5 format not fail at all: it is refused before.
 `SwapEMAWeights` exchanges variables and moving averages one by one; here averages are shared out.
 
 `Model.fit`, `evaluate` and `predict` draw progress bars: on rank 0 only, unless asked for. And
-where another rank saves meanwhile, they say so.
+where another rank saves meanwhile, they say so. And on a dataset in uneven parts, they count
+samples (see `uneven`).
 """
 
 from __future__ import annotations
@@ -36,11 +40,12 @@ from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_lib
 
 from zerohvd.errors import ShardedStateError
-from zerohvd.keras import averages
+from zerohvd.keras import averages, uneven
 from zerohvd.keras.collectives import join
 
 _models: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 _installed = False
+_loading = False
 
 
 def install() -> None:
@@ -54,10 +59,13 @@ def install() -> None:
     scaler.save_own_variables = _save_scaler(scaler.save_own_variables)
     scaler.load_own_variables = _load_scaler(scaler.load_own_variables)
     _wrap_model_method("compile", _compile)
+    _wrap_model_method("compile_from_config", _load)
     _wrap_model_method("save_weights", _save_weights)
     for name in ("fit", "evaluate", "predict"):
         _wrap_model_method(name, _quiet)
     _wrap_model_method("fit", _warn_of_backups)
+    for name, step in (("fit", "train_step"), ("evaluate", "test_step")):
+        _wrap_model_method(name, functools.partial(uneven.wrap, step=step, is_ours=_is_ours))
     saving_lib.save_model = _whole_models_only(saving_lib.save_model)
     legacy_h5_format.save_model_to_hdf5 = _no_hdf5(legacy_h5_format.save_model_to_hdf5)
     swapping = getattr(keras.callbacks, "SwapEMAWeights", None)  # older Keras versions lack it
@@ -80,6 +88,10 @@ def unwrap(optimizer: Any) -> Any:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
     return optimizer if isinstance(optimizer, DistributedOptimizer) else None
+
+
+def _is_ours(model: Any) -> bool:
+    return unwrap(getattr(model, "optimizer", None)) is not None
 
 
 def ranks_of(model: Any) -> Any:
@@ -138,6 +150,7 @@ def _compile(original: Any) -> Any:
     @functools.wraps(original)
     def compile_(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
+        uneven.forget(self)
         inner = unwrap(getattr(self, "optimizer", None))
         if inner is None:
             return result
@@ -151,6 +164,24 @@ def _compile(original: Any) -> Any:
         return result
 
     return compile_
+
+
+def _load(original: Any) -> Any:
+    @functools.wraps(original)
+    def compile_from_config(self: Any, config: Any) -> Any:
+        global _loading
+        before, _loading = _loading, True
+        try:
+            return original(self, config)
+        finally:
+            _loading = before
+
+    return compile_from_config
+
+
+def is_loading() -> bool:
+    """Whether `load_model` is compiling a model on this rank, and perhaps on no other."""
+    return _loading
 
 
 def _save_scaler(original: Any) -> Any:
@@ -179,7 +210,7 @@ def _load_scaler(original: Any) -> Any:
 
 def verbose() -> str | int:
     """For `fit(verbose=...)` and the like: a progress bar on rank 0, silence elsewhere."""
-    return "auto" if hvd.rank() == 0 else 0
+    return "auto" if not hvd.is_initialized() or hvd.rank() == 0 else 0
 
 
 def _quiet(original: Any) -> Any:

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
+import numpy as np
 import tensorflow as tf
 
 from zerohvd.agreement import check_agreement
 from zerohvd.config import MIB, ZeroConfig
-from zerohvd.errors import ShardedStateError
-from zerohvd.keras import averages, broadcasting, keras_hooks, partition, state, weighting
+from zerohvd.errors import DisagreementError, ShardedStateError
+from zerohvd.keras import averages, broadcasting, keras_hooks, layouts, state, weighting
 from zerohvd.keras.collectives import Wire
 from zerohvd.keras.pieces import PieceVariable, owned_pieces, tf_variable, variable_path
 from zerohvd.keras.step import Step
 from zerohvd.launchers import check_ranks
-from zerohvd.layout import Layout, ParamSpec, build_layout
-
-# glibc gives blocks beyond this back to the system, and takes a page fault for each of their
-# pages in every step: a collective on 64 MiB was measured six times slower than four on 16 MiB.
-_CHUNK_BYTES = 32 * MIB
-_NO_CHUNKS = 1 << 62
-
-# What a variable is called whose gradient comes as rows; `build` sees variables, not gradients.
-_TABLE = re.compile("embed|table")
 
 _DELEGATED = (
     "weight_decay",
@@ -98,18 +89,29 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         self.step: Step | None = None
         # What is stored while a model is being saved; None: nobody has collected it.
         self.saved_state: dict[str, Any] | None = None
+        # What `load_model` has brought, until the ranks build the optimizer together.
+        self.loaded_state: dict[str, Any] | None = None
+        self._loaded_variables: list[Any] = []
         # Keras saves every optimizer it finds in an attribute; the whole state is saved by us.
         for part in (self.inner_optimizer, self.scaler):
             if part is not None:
                 part.save_own_variables = part.load_own_variables = lambda store: None
-        keras_hooks.install()
 
     # -- build ------------------------------------------------------------------------------------
 
     @tf.autograph.experimental.do_not_convert
     def build(self, variables: Sequence[Any]) -> None:
         """Lay out `variables`, on all ranks at the same time, and create this rank's state."""
+        if keras_hooks.is_loading():
+            # One rank alone may load a model, to look at it; the first step builds.
+            self._loaded_variables = list(variables)
+            return
         self._build(list(variables), [])
+
+    def build_loaded(self) -> None:
+        """Build now what `load_model` has left for the first step; all ranks must call it."""
+        if self.step is None and self._loaded_variables:
+            self._build(self._loaded_variables, [])
 
     def _build(self, variables: list[Any], tables: list[int]) -> None:
         """`build`, where the gradients of some variables (`tables`) are known to come as rows."""
@@ -119,11 +121,13 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             wire = Wire(self.process_set)
             check_ranks(os.environ, hvd.size())
             everyone = wire.eager.allgather_object(tables, name="zero/agree/tables")
-            layout = self._layout(variables, wire, {i for found in everyone for i in found})
+            rows = {i for found in everyone for i in found}
+            layout = layouts.lay_out(variables, self.inner_optimizer, self.config, wire.size, rows)
             settings = {
                 **self.config.as_dict(),
                 "optimizer": type(self.inner_optimizer).__name__,
                 "config": _options(self.inner_optimizer),
+                "state loaded from a file": self.loaded_state is not None,
             }
             check_agreement(wire.eager, layout, settings)
             if self.broadcast:
@@ -133,26 +137,13 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             pieces = owned_pieces(layout, variables, wire.rank, self.config)
             self._build_inner(pieces)
             self.step = Step(self.inner_optimizer, self.config, layout, wire, variables, pieces)
+            if self.loaded_state is not None:
+                state.load_state(self, self.loaded_state)
+                self.loaded_state = None
         self._trainable_variables.extend(variables)
         for index, variable in enumerate(variables):
             self._trainable_variables_indices[self._var_key(variable)] = index
         self.built = True
-
-    def _layout(self, variables: Sequence[Any], wire: Wire, tables: set[int]) -> Layout:
-        sharded = self.config.stage > 0
-        how = partition.choose(self.inner_optimizer, self.config.partition)
-        specs = _specs(variables, tables)
-        chunk = max(_CHUNK_BYTES, self.config.bucket_bytes)
-        # The rows of a table are sent for the whole of it.
-        large_table = any(s.group and s.nbytes > chunk for s in specs)
-        whole = how == "parameter" or not sharded or wire.size == 1 or large_table
-        return build_layout(
-            specs,
-            wire.size if sharded else 1,
-            bucket_bytes=self.config.bucket_bytes,
-            partition=how,
-            chunk_bytes=_NO_CHUNKS if whole else chunk,
-        )
 
     def _build_inner(self, pieces: list[PieceVariable]) -> None:
         inner = self.inner_optimizer
@@ -215,22 +206,32 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             index = self._get_variable_index(variable)
             aligned[index] = grad
             given.add(index)
-        self._agree_on_present(aligned)
+        weight = weighting.take()
+        self._agree_on_gradients(aligned, weight is not None)
         self.step.frozen = frozenset(
             index
             for index, variable in enumerate(self._trainable_variables)
             if index not in given and not variable.trainable
         )
         with tf.name_scope(self.name):
-            self.step.run(aligned, scaler, weighting.take())
+            self.step.run(aligned, scaler, weight, weighting.is_in_loss(self))
 
-    def _agree_on_present(self, grads: Sequence[Any]) -> None:
+    def _agree_on_gradients(self, grads: Sequence[Any], weighted: bool) -> None:
         """Which variables have gradients on any rank; the first step decides, on all ranks."""
         mine = [i for i, g in enumerate(grads) if g is not None]
         if self.step.present is None:
             with tf.init_scope():
-                found = self.step.wire.eager.allgather_object(mine, name="zero/agree/present")
-            self.step.present = frozenset(i for indices in found for i in indices)
+                found = self.step.wire.eager.allgather_object(
+                    [weighted, mine], name="zero/agree/present"
+                )
+            if len({w for w, _ in found}) > 1:
+                with_weight = [rank for rank, (w, _) in enumerate(found) if w]
+                raise DisagreementError(
+                    f"only ranks {with_weight} say how much they count in the first step: either "
+                    "all ranks call zero.weight, or train on what zero.shard_dataset gave them, "
+                    "or none"
+                )
+            self.step.present = frozenset(i for _, indices in found for i in indices)
             self._filter_empty_gradients(
                 [i if i in self.step.present else None for i in range(len(grads))],
                 self._trainable_variables,
@@ -273,7 +274,12 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         return self.inner_optimizer.iterations
 
     def scale_loss(self, loss: Any) -> Any:
-        return (self.scaler or self.inner_optimizer).scale_loss(loss)
+        loss = (self.scaler or self.inner_optimizer).scale_loss(loss)
+        if not weighting.holds():
+            return loss
+        # One number, instead of all gradients later.
+        weighting.put_into_loss(self)
+        return loss * tf.cast(weighting.take(), loss.dtype)
 
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
         if self.step is not None:
@@ -305,10 +311,10 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
 
     def save_own_variables(self, store: Any) -> None:
         """Called by `model.save`; needs the whole state, which `zero.save_model` collects."""
-        if self.step is None:
-            return
         self.check_savable()
         whole = self.saved_state
+        if self.step is None:
+            whole = self.loaded_state or {}
         for key, value in (state.local_state(self) if whole is None else whole).items():
             store[key] = value
 
@@ -316,12 +322,13 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         """Take this rank's share of a state saved at any number of ranks."""
         if not list(store.keys()):
             return  # saved by save_weights, which leaves the state out
-        if self.step is None:
-            raise ShardedStateError(
-                "the optimizer must be built before its state is loaded: call "
-                "opt.build(model.trainable_variables) on all ranks"
-            )
-        state.load_state(self, {key: store[key] for key in store.keys()})  # noqa: SIM118
+        stored = {key: store[key] for key in store.keys()}  # noqa: SIM118
+        if self.step is not None:
+            state.load_state(self, stored)
+            return
+        state.check_scalars(self, stored)
+        self.loaded_state = {key: np.array(value) for key, value in stored.items()}
+        state.load_scalars(self, self.loaded_state)
 
     def get_config(self) -> dict[str, Any]:
         serialized = keras.saving.serialize_keras_object(self.scaler or self.inner_optimizer)
@@ -388,23 +395,3 @@ def _check_inner(optimizer: Any, config: ZeroConfig) -> None:
 def _options(optimizer: Any) -> dict[str, Any]:
     # Keras numbers names by the order of creation, which may differ between ranks.
     return {k: v for k, v in optimizer.get_config().items() if k != "name"}
-
-
-def _specs(variables: Sequence[Any], tables: set[int]) -> list[ParamSpec]:
-    seen: dict[str, int] = {}
-    specs = []
-    for index, variable in enumerate(variables):
-        path = variable_path(variable)
-        count = seen[path] = seen.get(path, 0) + 1
-        if getattr(variable, "overwrite_with_gradient", False):
-            raise ValueError(
-                f"variable {path!r} is overwritten with its gradient (float8 training), which "
-                "zerohvd does not support"
-            )
-        dtype = tf_variable(variable).dtype.base_dtype.name
-        name = path if count == 1 else f"{path}#{count}"
-        # A table in a bucket of its own can send its gradient as rows.
-        called_so = len(variable.shape) > 1 and _TABLE.search(path.split("/")[-1].lower())
-        group = name if index in tables or called_so else 0
-        specs.append(ParamSpec(name, tuple(variable.shape), dtype, group))
-    return specs

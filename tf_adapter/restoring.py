@@ -97,9 +97,7 @@ class Plan:
         self.items: list[_Item] = []
         self._scalars: list[tuple[Any, Any]] = []
 
-    def _match(
-        self, stored_places: Mapping[str, str], unplaced: Sequence[str]
-    ) -> dict[str, str]:
+    def _match(self, stored_places: Mapping[str, str], unplaced: Sequence[str]) -> dict[str, str]:
         """Name in the model -> name in the checkpoint."""
         at = {place: name for name, place in stored_places.items()}
         found = {name: name for name in self.held.variables}
@@ -252,11 +250,11 @@ class Plan:
             step.wire.new_plan().eager = steps_were_eager
             assembled = buffers.Assembly(step.layout, step.natives)
             for bucket in step.layout.buckets:
-                for index in step._pieces_of[bucket.index]:
-                    step.pieces[index].load()  # what the checkpoint lacks stays as it is
+                for piece in step.pieces_in(bucket):
+                    piece.load()  # what the checkpoint lacks stays as it is
                 for item in self.buckets.get(bucket.index, ()):
                     item.apply()
-                step._gather(bucket, assembled)
+                step.gather(bucket, assembled)
         for variable, value in self._scalars:
             variable.assign(value)
 

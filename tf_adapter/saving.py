@@ -14,8 +14,8 @@ from zerohvd.keras.keras_hooks import ranks_of, unwrap
 def save_model(model: Any, filepath: Any, *, root: int = 0, **options: Any) -> None:
     """`model.save` for a model whose optimizer state is sharded; all ranks must call it.
 
-    Rank `root` collects the state and writes. `keras.models.load_model`, called by all ranks,
-    reads it at any number of ranks.
+    Rank `root` collects the state and writes. `keras.models.load_model` reads it at any number of
+    ranks, and in a process without Horovod; for training, all ranks have to load it.
 
     Args:
         model: A compiled model.

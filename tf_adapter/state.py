@@ -18,6 +18,7 @@ from zerohvd.errors import ShardedStateError
 from zerohvd.keras.pieces import PieceVariable
 
 _NOT_SLOTS = ("_trainable_variables", "_variables")
+_LEARNING_RATE = "scalar:_learning_rate"
 
 
 class _Held(NamedTuple):
@@ -145,15 +146,8 @@ def _storable(value: np.ndarray) -> np.ndarray:
 def load_state(optimizer: Any, stored: Mapping[str, np.ndarray]) -> None:
     """Take this rank's share of a whole state."""
     wanted = {held.key for held in _slots(optimizer)} | set(_scalars(optimizer))
-    missing = sorted(wanted - set(stored) - _optional(optimizer))
-    if missing:
-        raise ShardedStateError(
-            f"the stored optimizer state lacks {missing[:3]} (of {len(missing)} missing): it was "
-            f"saved by another kind of optimizer than {type(optimizer.inner_optimizer).__name__}"
-        )
-    for key, variable in _scalars(optimizer).items():
-        if key in stored:
-            variable.assign(np.asarray(stored[key]))
+    _check_has(optimizer, wanted - _optional(optimizer), stored)
+    load_scalars(optimizer, stored)
     for held in _slots(optimizer):
         if held.key not in stored:
             continue
@@ -169,10 +163,31 @@ def load_state(optimizer: Any, stored: Mapping[str, np.ndarray]) -> None:
         held.variable.assign(tf.cast(value.reshape(held.variable.shape), held.variable.dtype))
 
 
+def _check_has(optimizer: Any, wanted: set[str], stored: Mapping[str, np.ndarray]) -> None:
+    missing = sorted(wanted - set(stored))
+    if missing:
+        raise ShardedStateError(
+            f"the stored optimizer state lacks {missing[:3]} (of {len(missing)} missing): it was "
+            f"saved by another kind of optimizer than {type(optimizer.inner_optimizer).__name__}"
+        )
+
+
+def check_scalars(optimizer: Any, stored: Mapping[str, np.ndarray]) -> None:
+    """Raise if it is not for such an optimizer; what can be said before it is built."""
+    _check_has(optimizer, set(_scalars(optimizer)) - {_LEARNING_RATE}, stored)
+
+
+def load_scalars(optimizer: Any, stored: Mapping[str, np.ndarray]) -> None:
+    """Take the part of a state that all ranks hold alike, such as `iterations`."""
+    for key, variable in _scalars(optimizer).items():
+        if key in stored:
+            variable.assign(np.asarray(stored[key]))
+
+
 def _optional(optimizer: Any) -> set[str]:
     """What a state may lack: masters, when it was saved with wider variables."""
     held = {h.key for h in _slots(optimizer) if h.key.startswith("slots:master:")}
-    return held | {"scalar:_learning_rate"}
+    return held | {_LEARNING_RATE}
 
 
 def plain_optimizer(optimizer: Any, root: int = 0) -> Any:
@@ -180,6 +195,12 @@ def plain_optimizer(optimizer: Any, root: int = 0) -> Any:
 
     All ranks must call it; the others get None.
     """
+    optimizer.build_loaded()
+    if optimizer.step is None:
+        raise ShardedStateError(
+            "the optimizer has no state yet: train a step, or call "
+            "opt.build(model.trainable_variables) on all ranks"
+        )
     state = whole_state(optimizer, root)
     if state is None:
         return None

@@ -10,7 +10,7 @@ A branch that holds a collective is only ever taken on a value that all ranks sh
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -20,7 +20,8 @@ from zerohvd.config import ZeroConfig
 from zerohvd.keras import averages, buffers, clipping, gradients, loss_scale, sparse
 from zerohvd.keras.collectives import Wire
 from zerohvd.keras.pieces import PieceVariable, tf_variable
-from zerohvd.layout import Bucket, Layout, Piece, Span
+from zerohvd.keras.reducer import Reduction
+from zerohvd.layout import Bucket, Layout
 
 # TensorFlow runs whatever can run, and would hold a copy of all gradients on their way. So many
 # buckets are under way at a time, once so many bytes of gradients (in buckets) have been freed that
@@ -79,36 +80,38 @@ class Step:
 
     # -- the story --------------------------------------------------------------------------------
 
-    def run(self, grads: Sequence[Any], scaler: Any = None, weight: Any = None) -> None:
-        """Apply gradients that belong to `variables`, None where there is none."""
+    def run(
+        self, grads: Sequence[Any], scaler: Any = None, weight: Any = None, in_loss: bool = False
+    ) -> None:
+        """Apply gradients.
+
+        Args:
+            grads: They belong to `variables`; None where there is none.
+            scaler: A LossScaleOptimizer that scaled their loss.
+            weight: How much this rank counts; None: as much as any other.
+            in_loss: Whether the gradients have been multiplied with the weight already.
+        """
         plan = self.wire.new_plan()
         grads = [sparse.rows_of(g, v.shape) for g, v in zip(grads, self.variables, strict=True)]
         with tf.control_dependencies(gradients.first_of(grads)):
             self.wire.step.assign_add(1)
         self._heads = gradients.first_of(grads)
-        factor = self._mean_factor(weight, grads)
-        if weight is not None:
-            grads = [gradients.times(g, weight) for g in grads]
-            if self.local_sums:
-                # The batches that are added up may differ in weight: each counts as one, as in
-                # Keras, so each is divided by its own.
-                grads, factor = [gradients.times(g, factor) for g in grads], None
         scale = self._loss_scale(scaler)
+        reduction = Reduction(self, self._heads, scale, weight, in_loss)
         if self._pipelined(scaler):
-            self._finish(self._reduce_and_update(grads, factor, scale))
+            self._finish(self._reduce_and_update(grads, reduction))
             return
         if self.local_sums:
-            payload = [g if g is None else gradients.dense(g) for g in grads]
-            payload = payload if scale is None else [gradients.divided(g, scale) for g in payload]
+            payload = reduction.locally(grads)
         else:
-            payload = self._reduce_all(grads, factor, scale)
+            payload = self._reduce_all(grads, reduction)
         if scaler is None:
-            self._body(payload, factor)
+            self._body(payload, reduction)
             return
 
         def finite_step() -> Any:
             with plan.section("finite"):
-                self._body(payload, factor)
+                self._body(payload, reduction)
             loss_scale.grow(scaler)
             return tf.constant(True)
 
@@ -118,7 +121,7 @@ class Step:
 
         tf.cond(self._all_finite(payload), finite_step, skipped_step)
 
-    def _body(self, payload: Sequence[Any], factor: Any) -> None:
+    def _body(self, payload: Sequence[Any], reduction: Reduction) -> None:
         """Add up or update, given gradients known to be good."""
         if self.steps == 1:
             self._finish(self._update(self._clip(payload)))
@@ -132,7 +135,7 @@ class Step:
                     gradients.added(g, s, self.steps) for g, s in zip(payload, sums, strict=True)
                 ]
                 if self.local_sums:
-                    grads = self._reduce_all(grads, factor, None)
+                    grads = self._reduce_all(grads, reduction)
                 done = self._update(self._clip(grads))
             with tf.control_dependencies(done):
                 for s in sums:
@@ -156,7 +159,7 @@ class Step:
         with tf.control_dependencies(gradients.to_wait_for(done)):
             for index, variable in enumerate(self.variables):
                 constraint = getattr(variable, "constraint", None)
-                if constraint is not None and self._updates(index):
+                if constraint is not None and self.updates(index):
                     native = tf_variable(variable)
                     native.assign(constraint(tf.convert_to_tensor(native)))
             self.inner._iterations.assign_add(1)
@@ -168,7 +171,7 @@ class Step:
         needs_all = clipping.needs_norms(self.inner, self.config) or self._one_call
         return scaler is None and self.steps == 1 and not needs_all
 
-    def _reduce_and_update(self, grads: Sequence[Any], factor: Any, scale: Any) -> list[Any]:
+    def _reduce_and_update(self, grads: Sequence[Any], reduction: Reduction) -> list[Any]:
         done: list[Any] = []
         updated: list[Any] = []
         reduced: list[Any] = []
@@ -177,15 +180,15 @@ class Step:
         self._turn = _Turn()
         for bucket in self.layout.buckets:
             with self._few(updated), tf.control_dependencies(gradients.to_wait_for(reduced)):
-                reduced = self._reduce(bucket, grads, factor, scale)
+                reduced = reduction.bucket(bucket, grads)
             reduced = clipping.by_value(reduced, self.inner)
-            indices = self._pieces_of[bucket.index]
+            indices = self.indices_in(bucket)
             with self._few(done), tf.control_dependencies(gradients.first_of(reduced)):
                 self._update_pieces(indices, reduced, rate)
             updated.append([self.pieces[i].read_value() for i in indices])
             # Two at a time would make Horovod fuse them, in a buffer of 128 MiB by default.
             with tf.control_dependencies(gradients.to_wait_for(done[-1:])):
-                done.append(self._gather(bucket, assembled))
+                done.append(self.gather(bucket, assembled))
         return done
 
     def _few(self, started: Sequence[Any]) -> Any:
@@ -195,97 +198,17 @@ class Step:
         last = started[len(started) - ahead :][:1] if len(started) >= ahead else []
         return tf.control_dependencies(gradients.to_wait_for(last))
 
-    def _reduce_all(self, grads: Sequence[Any], factor: Any, scale: Any) -> list[Any]:
+    def _reduce_all(self, grads: Sequence[Any], reduction: Reduction) -> list[Any]:
         """A gradient per piece."""
         reduced: list[Any] = [None] * len(self.pieces)
         before: list[Any] = []
         for bucket in self.layout.buckets:
             with self._few(before):
-                found = self._reduce(bucket, grads, factor, scale)
+                found = reduction.bucket(bucket, grads)
             before.append(found)
-            for index, grad in zip(self._pieces_of[bucket.index], found, strict=True):
+            for index, grad in zip(self.indices_in(bucket), found, strict=True):
                 reduced[index] = grad
         return reduced
-
-    def _reduce(self, bucket: Bucket, grads: Sequence[Any], factor: Any, scale: Any) -> list[Any]:
-        """The mean gradient of each piece of this rank in the bucket."""
-        pieces = [self.pieces[i] for i in self._pieces_of[bucket.index]]
-        wire_dtype = tf.as_dtype(self.config.reduce_dtype or bucket.dtype)
-        slot = bucket.slots[0]
-
-        def mean(total: Any) -> Any:
-            if not pieces:
-                return total
-            total = tf.cast(total, pieces[0].dtype)
-            total = total if factor is None else total * tf.cast(factor, total.dtype)
-            return total if scale is None else total / tf.cast(scale, total.dtype)
-
-        spans = [p.piece for p in pieces]
-        if sparse.applies(bucket, self.layout.params[slot.param], grads[slot.param]):
-            owned = [_together(spans)] if spans else []
-            found = sparse.reduce(
-                self.wire,
-                self._name(bucket, "sparse"),
-                gradients.cast(grads[slot.param], wire_dtype),
-                owned[0].param_span if owned else None,
-                lambda: self._reduce_dense(bucket, grads, wire_dtype, owned, lambda g: g),
-            )
-            if owned:
-                total, start = mean(found[0]), owned[0].param_span.start
-                found = [buffers.cut(total, s.param_span.shift(-start)) for s in spans]
-        else:
-            found = self._reduce_dense(bucket, grads, wire_dtype, spans, mean)
-        return [
-            tf.reshape(grad, piece.shape) if self._updates(piece.piece.param) else None
-            for piece, grad in zip(pieces, found, strict=True)
-        ]
-
-    def _updates(self, param: int) -> bool:
-        return param in self.present and param not in self.frozen
-
-    def _reduce_dense(
-        self,
-        bucket: Bucket,
-        grads: Sequence[Any],
-        dtype: Any,
-        pieces: Sequence[Piece],
-        mean: Callable[[Any], Any],
-    ) -> list[Any]:
-        flats = {
-            slot.param: tf.reshape(gradients.dense(grads[slot.param]), [-1])
-            for slot in bucket.slots
-            if grads[slot.param] is not None
-        }
-        if self.wire.size == 1:
-            return [
-                mean(buffers.cut(flats[p.param], p.param_span))
-                if p.param in flats
-                else mean(tf.zeros([p.param_span.length], dtype))
-                for p in pieces
-            ]
-        packed = buffers.pack(bucket, flats, dtype)
-        if not flats:
-            packed = self.wire.live(packed)
-        if self.layout.size == 1:
-            reduced = self.wire.allreduce(packed, self._name(bucket, "allreduce"))
-        else:
-            lengths = [span.length for span in bucket.spans()]
-            reduced = self.wire.reducescatter(packed, lengths, self._name(bucket, "reducescatter"))
-        if not any(self._updates(p.param) for p in pieces):
-            self.wire.keep(reduced)
-        # Of the whole, which can be changed in place; a part of it could not.
-        reduced = mean(reduced)
-        start = bucket.span(self.rank).start
-        return [buffers.cut(reduced, p.bucket_span.shift(-start)) for p in pieces]
-
-    def _mean_factor(self, weight: Any, grads: Sequence[Any]) -> Any:
-        """What turns the sum over the ranks into their mean; None: nothing to do."""
-        if weight is None:
-            return None if self.wire.size == 1 else 1.0 / self.wire.size
-        with tf.control_dependencies(gradients.first_of(grads)):
-            total = self.wire.allreduce(tf.reshape(weight, [1]), f"{self.wire.prefix}/weight")
-        self.wire.keep(total)
-        return tf.math.divide_no_nan(1.0, total[0])
 
     # -- agree ------------------------------------------------------------------------------------
 
@@ -330,12 +253,12 @@ class Step:
         assembled = buffers.Assembly(self.layout, self.natives)
         done: list[Any] = []
         for bucket in self.layout.buckets:
-            indices = self._pieces_of[bucket.index]
+            indices = self.indices_in(bucket)
             with self._few(done):
                 if not self._one_call:
                     self._update_pieces(indices, [grads[i] for i in indices], rate)
             with tf.control_dependencies(gradients.to_wait_for(done[-1:])):
-                done.append(self._gather(bucket, assembled))
+                done.append(self.gather(bucket, assembled))
         return done
 
     def _update_pieces(self, indices: Sequence[int], grads: Sequence[Any], rate: Any) -> None:
@@ -354,9 +277,22 @@ class Step:
         for piece in chosen_pieces:
             piece.set(piece.read_value())
 
-    def _gather(self, bucket: Bucket, assembled: buffers.Assembly) -> Any:
+    # -- for those who take part in it ------------------------------------------------------------
+
+    def indices_in(self, bucket: Bucket) -> Sequence[int]:
+        """Which of this rank's pieces lie in the bucket."""
+        return self._pieces_of[bucket.index]
+
+    def pieces_in(self, bucket: Bucket) -> list[PieceVariable]:
+        return [self.pieces[i] for i in self.indices_in(bucket)]
+
+    def updates(self, param: int) -> bool:
+        """Whether the step changes the parameter."""
+        return param in self.present and param not in self.frozen
+
+    def gather(self, bucket: Bucket, assembled: buffers.Assembly) -> Any:
         """Send this rank's new values, and store everybody's in the model's variables."""
-        pieces = [self.pieces[i] for i in self._pieces_of[bucket.index]]
+        pieces = self.pieces_in(bucket)
         values = [p.read_value() for p in pieces]
         for piece in pieces:
             piece.drop()
@@ -371,7 +307,7 @@ class Step:
             with tf.control_dependencies(self._data()):
                 shard = self.wire.live(shard)
         lengths = [span.length for span in bucket.spans()]
-        full = self.wire.allgather(shard, lengths, self._name(bucket, "allgather"))
+        full = self.wire.allgather(shard, lengths, self.name_of(bucket, "allgather"))
         return assembled.add(bucket, full)
 
     def _data(self) -> list[Any]:
@@ -382,7 +318,7 @@ class Step:
         graph = tf.compat.v1.get_default_graph()
         return [t for t in self._heads if getattr(t, "graph", None) is graph]
 
-    def _name(self, bucket: Bucket, op: str) -> str:
+    def name_of(self, bucket: Bucket, op: str) -> str:
         first = self.layout.params[bucket.slots[0].param].name
         return f"{self.wire.prefix}/b{bucket.index}/{op}/{_op_name(first)}"
 
@@ -424,15 +360,6 @@ class _Turn:
             yield
         finally:
             del inner.update_step
-
-
-def _together(parts: Sequence[Piece]) -> Piece:
-    """What the parts, which follow each other in one parameter, are parts of."""
-    first, last = parts[0], parts[-1]
-    return first._replace(
-        param_span=Span(first.param_span.start, last.param_span.stop),
-        bucket_span=Span(first.bucket_span.start, last.bucket_span.stop),
-    )
 
 
 def _op_name(name: str) -> str:

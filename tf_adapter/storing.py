@@ -151,9 +151,7 @@ def _others(held: Holdings, sums: list[dict[str, int]], rank: int) -> list[Entry
     return share_out(alike, rank, len(sums), uncut=True) + mine
 
 
-def _describe(
-    made: Content, held: Holdings, extra: Any, metric: float | None, rank: int
-) -> None:
+def _describe(made: Content, held: Holdings, extra: Any, metric: float | None, rank: int) -> None:
     beside: dict[str, Array] = {}
     own: dict[str, Array] = {}
     shared: dict[str, Any] = {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
@@ -12,6 +14,8 @@ class _Announced:
     """The weight that has been announced for the step to come; None: ranks count alike."""
 
     value: Any = None
+    held: bool = False  # not used up by the step that takes it
+    in_loss: ClassVar[set[int]] = set()  # the optimizers whose loss was multiplied with it
 
 
 class weight:
@@ -44,12 +48,41 @@ class weight:
         _Announced.value = None
 
 
+@contextlib.contextmanager
+def held(value: Any) -> Iterator[None]:
+    """The weight of all steps of all optimizers inside."""
+    _Announced.value, _Announced.held = value, True
+    try:
+        yield
+    finally:
+        clear()
+
+
+def holds() -> bool:
+    """Whether there is a weight that stays until its `held` ends."""
+    return _Announced.held and _Announced.value is not None
+
+
 def clear() -> None:
     """Forget an announced weight."""
-    _Announced.value = None
+    _Announced.value, _Announced.held, _Announced.in_loss = None, False, set()
 
 
 def take() -> Any:
-    """The announced weight as a float32 tensor, or None; it is used up."""
-    value, _Announced.value = _Announced.value, None
+    """The announced weight as a float32 tensor, or None; it is used up unless it is held."""
+    value = _Announced.value
+    if not _Announced.held:
+        _Announced.value = None
     return None if value is None else tf.cast(value, tf.float32)
+
+
+def put_into_loss(optimizer: Any) -> None:
+    """Note that the optimizer's loss has been multiplied with the weight."""
+    _Announced.in_loss.add(id(optimizer))
+
+
+def is_in_loss(optimizer: Any) -> bool:
+    """Whether the gradients to come contain the weight already."""
+    found = id(optimizer) in _Announced.in_loss
+    _Announced.in_loss.discard(id(optimizer))
+    return found

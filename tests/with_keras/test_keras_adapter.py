@@ -10,9 +10,9 @@ pytest.importorskip("keras")
 pytest.importorskip("horovod.tensorflow")
 
 
-def _python(code, **env):
+def _python(code, *args, **env):
     return subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, *args],
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **env},
         capture_output=True,
         text=True,
@@ -81,3 +81,33 @@ def test_datasets_must_be_batched_pairs(zero):
         zero.shard_dataset(tf.data.Dataset.from_tensor_slices(([1.0], [1.0])))
     with pytest.raises(ValueError, match="sample_weight"):
         zero.shard_dataset(tf.data.Dataset.from_tensors([1.0]))
+
+
+_SAVE = """
+import horovod.tensorflow as hvd, keras, numpy as np, sys
+import zerohvd.keras as zero
+hvd.init()
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+model.compile(zero.DistributedOptimizer(keras.optimizers.Adam(0.1)), loss="mse")
+model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
+zero.save_model(model, sys.argv[1])
+"""
+
+_LOOK = """
+import keras, numpy as np, sys
+import zerohvd.keras
+model = keras.models.load_model(sys.argv[1])
+model.evaluate(np.ones((4, 3)), np.ones((4, 1)))
+print("loaded at step", int(model.optimizer.iterations))
+model.fit(np.ones((4, 3)), np.ones((4, 1)))
+"""
+
+
+def test_a_model_is_loaded_without_horovod_and_trained_with_it(tmp_path):
+    path = str(tmp_path / "model.keras")
+    alone = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+    saved = _python(_SAVE, path, **alone)
+    assert saved.returncode == 0, saved.stderr
+    looked = _python(_LOOK, path)
+    assert "loaded at step 1" in looked.stdout
+    assert "call horovod.tensorflow.init() first" in looked.stderr

@@ -258,17 +258,18 @@ def test_a_save_on_one_rank_only_is_an_error_not_a_hang(shared_folder):
     zero.load(shared_folder / "a", model, opt)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_fit_says_that_another_rank_saves(shared_folder, stage):
+@pytest.mark.parametrize("stage, uneven", [(0, False), (1, True), (2, False), (2, True)])
+def test_fit_says_that_another_rank_saves(shared_folder, stage, uneven):
     if hvd.size() == 1:
         return
     model = fit_model(stage)
-    model.fit(data(), epochs=1)
+    given = zero.shard_dataset(data(), check=False) if uneven else data()
+    model.fit(given, epochs=1)
     with pytest.raises(zero.DisagreementError, match=r"zero.save\(\)"):
         if RANK == 0:
             zero.save(shared_folder / "a", model)
         else:
-            model.fit(data(), epochs=1)
+            model.fit(given, epochs=1)
     zero.save(shared_folder / "a", model)
     assert zero.load(shared_folder / "a", model) is None
 

@@ -57,9 +57,9 @@ def test_lower_stages(stage):
 
 
 def test_small_buckets_and_chunks_change_nothing(monkeypatch):
-    from zerohvd.keras import optimizer as module
+    from zerohvd.keras import layouts
 
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 256)
+    monkeypatch.setattr(layouts, "_CHUNK_BYTES", 256)
 
     def make():
         return keras.optimizers.AdamW(0.01)

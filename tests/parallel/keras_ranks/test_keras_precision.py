@@ -185,10 +185,9 @@ def test_sparse_gradients(table):
 @world.at_two_ranks
 def test_rows_of_large_tables_and_of_any_name(monkeypatch):
     """A table beyond the size at which variables are cut, and one that the gradient gives away."""
-    from zerohvd.keras import optimizer as module
-    from zerohvd.keras import pieces
+    from zerohvd.keras import layouts, pieces
 
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 1024)
+    monkeypatch.setattr(layouts, "_CHUNK_BYTES", 1024)
     monkeypatch.setattr(pieces, "_LEAST_PART_BYTES", 1024)  # what a rank owns has several parts
     tables = [tf.Variable(tf.ones([997, 5]), name=n) for n in ("embeddings", "words")]
     other = tf.Variable(tf.ones([3000]), name="other")

@@ -79,6 +79,26 @@ def test_saved_models_hold_the_state_of_all_ranks(name, tmp_path_factory):
     assert int(again.optimizer.iterations) == 4
 
 
+@world.at_two_ranks
+def test_one_rank_loads_a_model_to_look_at_it(tmp_path_factory, tmp_path):
+    path = _shared_path(tmp_path_factory)
+    model, optimizer = trained(keras.optimizers.Adam(0.01))
+    zero.save_model(model, path)
+    if world.RANK == 1:
+        again = keras.models.load_model(path)
+        x, y = world.batch(1)
+        assert again.evaluate(x, y, verbose=0) == model.evaluate(x, y, verbose=0)
+        assert int(again.optimizer.iterations) == int(optimizer.iterations)
+        again.save(tmp_path / "copy.keras")  # it has the whole state still
+        copy = keras.models.load_model(tmp_path / "copy.keras")
+        assert copy.optimizer.loaded_state.keys() == again.optimizer.loaded_state.keys()
+    both = keras.models.load_model(path)
+    if world.RANK == 1:
+        both.optimizer.loaded_state = None  # as if only the other rank had loaded it
+    with pytest.raises(zero.DisagreementError, match="loaded from a file"):
+        both.fit(*world.batch(1), batch_size=world.PER_RANK, verbose=0)
+
+
 def _shared_path(factory):
     """Rank 0's folder, for all ranks."""
     ranks = HorovodCollectives(hvd)
