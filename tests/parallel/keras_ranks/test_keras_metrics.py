@@ -236,7 +236,8 @@ def test_all_ranks_count_samples_or_none_in_a_later_fit_too():
     world.assert_ranks_agree(world.weights(model))
 
 
-@pytest.mark.parametrize("stage", world.few([0, 1, 2], "2"))
+@pytest.mark.skipif(world.SIZE == 1, reason="one rank has whole batches")
+@pytest.mark.parametrize("stage", [0, 1, 2] if world.SIZE == 2 else [1])
 def test_inputs_outputs_and_losses_by_name(stage):
     """Plain Keras counts samples for the losses of single outputs when it runs eagerly."""
     results = []
