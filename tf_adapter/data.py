@@ -28,8 +28,24 @@ def shard_dataset(
 
     `fit` counts every rank by the samples it has: gradients are those of the whole batch, and
     under MetricAverage so are the metrics. (That is for losses that average over samples, Keras'
-    default; not for the reductions "sum" and "mean_with_sample_weight", nor for masks.) A loop of
-    your own says how many there are, 0 included: `zero.weight(tf.shape(x)[0])` before `apply`.
+    default; not for the reductions "sum" and "mean_with_sample_weight", nor for masks.) The
+    losses of several outputs are means over samples too; Keras takes them over batches.
+
+    A loop of your own must say before every `apply` how many samples there are, 0 included:
+
+        for x, y in zero.shard_dataset(data):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(x) - y) ** 2)
+            zero.weight(tf.shape(x)[0])
+            opt.apply(tape.gradient(loss, model.trainable_variables))
+
+    Without it ranks count alike, and nothing warns: in the last batch a sample of a small part
+    counts for more than others, and a rank with no sample, whose mean is NaN, makes all weights
+    NaN. The same holds for `train_on_batch`. Or leave it out: `data.batch(..., drop_remainder=
+    True)` of a size that the ranks divide.
+
+    `evaluate` and `predict` give what this rank's part does; a rank without samples has 0 for
+    every metric and an empty prediction.
 
     Args:
         dataset: Of (x, y) or (x, y, sample_weight), in batches as one process would train on

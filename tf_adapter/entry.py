@@ -18,9 +18,17 @@ import tensorflow as tf
 from zerohvd.errors import DisagreementError
 from zerohvd.keras.step import Step
 
-SAVE, LOAD = 1, 2
-_DOINGS = {SAVE: "zero.save()", LOAD: "zero.load()"}
-_TOGETHER = "All ranks make these calls together: do not put one behind `if hvd.rank() == 0`"
+SAVE, LOAD, FIT, FIT_COUNTED = 1, 2, 3, 4
+_DOINGS = {
+    SAVE: "zero.save()",
+    LOAD: "zero.load()",
+    FIT: "model.fit() on data that counts no samples",
+    FIT_COUNTED: "model.fit() on a part from zero.shard_dataset",
+}
+_TOGETHER = (
+    "All ranks make these calls together, and fit the same kind of data: do not put one behind "
+    "`if hvd.rank() == 0`"
+)
 # What Horovod says when ranks do different things under one name.
 _REFUSED = re.compile(r"Mismatched (data types|operations): One rank")
 
@@ -30,7 +38,7 @@ def meet(step: Step, doing: int) -> None:
 
     Args:
         step: Of the optimizer that all ranks train with.
-        doing: SAVE or LOAD.
+        doing: SAVE, LOAD, or what the ranks are about to fit.
     """
     wire = step.wire
     if wire.size == 1 or not step.layout.buckets:
@@ -41,8 +49,10 @@ def meet(step: Step, doing: int) -> None:
     def compare(said: Any) -> Any:  # in a graph, or it would have no name of its own
         return hvd.allgather(said, **how)
 
+    said = tf.constant([doing], tf.int64)
     try:
-        heard = compare(tf.constant([doing], tf.int64)).numpy().tolist()
+        # Traced by hand: TensorFlow warns of functions that are traced again and again.
+        heard = compare.get_concrete_function(said)(said).numpy().tolist()
     except Exception as error:
         if not _REFUSED.search(str(error)):
             raise
@@ -58,6 +68,8 @@ def meet(step: Step, doing: int) -> None:
 def _first_operation(step: Step) -> str:
     """The name of that which every step begins with, unless the first bucket is a sparse table."""
     wire, bucket = step.wire, step.layout.buckets[0]
+    if step.local_sums and step.weighted:
+        return "HorovodAllreduce" if wire.plan.eager else step.weight_name
     lengths = {span.length for span in bucket.spans()}
     narrow = tf.as_dtype(step.config.reduce_dtype or bucket.dtype).size == 2
     whole = step.layout.size == 1
@@ -82,6 +94,7 @@ def explained() -> Iterator[None]:
         if not _REFUSED.search(str(error)):
             raise
         raise DisagreementError(
-            f"rank {hvd.rank()} trains while another rank called {' or '.join(_DOINGS.values())}. "
+            f"rank {hvd.rank()} trains while another rank called zero.save(), zero.load() or "
+            f"model.fit(). "
             f"{_TOGETHER}"
         ) from error

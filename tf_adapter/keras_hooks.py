@@ -23,6 +23,8 @@ HDF5 format not fail at all: it is refused before.
 `Model.fit`, `evaluate` and `predict` draw progress bars: on rank 0 only, unless asked for. And
 where another rank saves meanwhile, they say so. And on a dataset in uneven parts, they count
 samples (see `uneven`).
+
+`Model.train_on_batch` is traced once or twice, and takes the weight of each call.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_lib
 
 from zerohvd.errors import ShardedStateError
-from zerohvd.keras import averages, uneven
+from zerohvd.keras import averages, uneven, weighting
 from zerohvd.keras.collectives import join
 
 _models: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
@@ -65,7 +67,8 @@ def install() -> None:
         _wrap_model_method(name, _quiet)
     _wrap_model_method("fit", _warn_of_backups)
     for name, step in (("fit", "train_step"), ("evaluate", "test_step")):
-        _wrap_model_method(name, functools.partial(uneven.wrap, step=step, is_ours=_is_ours))
+        _wrap_model_method(name, functools.partial(uneven.wrap, step=step, unwrap=unwrap))
+    _wrap_model_method("train_on_batch", weighting.holding)
     saving_lib.save_model = _whole_models_only(saving_lib.save_model)
     legacy_h5_format.save_model_to_hdf5 = _no_hdf5(legacy_h5_format.save_model_to_hdf5)
     swapping = getattr(keras.callbacks, "SwapEMAWeights", None)  # older Keras versions lack it
@@ -88,10 +91,6 @@ def unwrap(optimizer: Any) -> Any:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
     return optimizer if isinstance(optimizer, DistributedOptimizer) else None
-
-
-def _is_ours(model: Any) -> bool:
-    return unwrap(getattr(model, "optimizer", None)) is not None
 
 
 def ranks_of(model: Any) -> Any:

@@ -129,7 +129,7 @@ class Reduction:
             return
         wire = self._wire
         with tf.control_dependencies(gradients.to_wait_for(list(after))):
-            total = wire.allreduce(tf.reshape(self._weight, [1]), f"{wire.prefix}/weight")
+            total = wire.allreduce(tf.reshape(self._weight, [1]), self._step.weight_name)
         wire.keep(total)
         self._factor = tf.math.divide_no_nan(1.0, total[0])
 

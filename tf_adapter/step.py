@@ -70,6 +70,8 @@ class Step:
         self._heads: list[Any] = []
         self._early = _early(layout)
         self._turn = _Turn()
+        # Whether ranks say how much they count, in the step that was called or traced last.
+        self.weighted = False
         # Which parameters get gradients; fixed by the first step, when all ranks compare theirs.
         self.present: frozenset[int] | None = None
         # Which of them are frozen now and were not given to this step: left alone, as in Keras.
@@ -92,6 +94,7 @@ class Step:
             in_loss: Whether the gradients have been multiplied with the weight already.
         """
         plan = self.wire.new_plan()
+        self.weighted = weight is not None
         grads = [sparse.rows_of(g, v.shape) for g, v in zip(grads, self.variables, strict=True)]
         with tf.control_dependencies(gradients.first_of(grads)):
             self.wire.step.assign_add(1)
@@ -317,6 +320,11 @@ class Step:
             return []
         graph = tf.compat.v1.get_default_graph()
         return [t for t in self._heads if getattr(t, "graph", None) is graph]
+
+    @property
+    def weight_name(self) -> str:
+        """Of the operation that adds up how much the ranks count."""
+        return f"{self.wire.prefix}/weight"
 
     def name_of(self, bucket: Bucket, op: str) -> str:
         first = self.layout.params[bucket.slots[0].param].name

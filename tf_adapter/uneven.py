@@ -19,9 +19,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 
-from zerohvd.keras import weighting
+from zerohvd.keras import entry, weighting
 
 # Dataset -> how many samples make a weight of 1.
 _marked: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
@@ -49,20 +50,24 @@ def usual_count(data: Any) -> float | None:
     return _marked.get(data) or next((f for f in found if f is not None), None)
 
 
-def wrap(original: Callable[..., Any], step: str, is_ours: Callable[[Any], bool]) -> Any:
+def wrap(original: Callable[..., Any], step: str, unwrap: Callable[[Any], Any]) -> Any:
     """`fit` or `evaluate` with the model's `step` counting the samples where the data asks for it.
 
     Args:
         original: The method.
         step: "train_step" or "test_step".
-        is_ours: Whether a model is trained by a DistributedOptimizer.
+        unwrap: Gives the DistributedOptimizer that an optimizer is or wraps, or None.
     """
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind_partial(self, *args, **kwargs).arguments
-        usual = usual_count(given.get("x")) if is_ours(self) else None
+        optimizer = unwrap(getattr(self, "optimizer", None))
+        usual = usual_count(given.get("x")) if optimizer is not None else None
+        # In the first step ranks compare it anyway; later those that count would wait for ever.
+        if step == "train_step" and optimizer is not None and optimizer.step is not None:
+            entry.meet(optimizer.step, entry.FIT if usual is None else entry.FIT_COUNTED)
         if usual is None:
             return original(self, *args, **kwargs)
         with _counting(self, step, usual):
@@ -100,10 +105,33 @@ def forget(model: Any) -> None:
 
 def _step(model: Any, step: Callable[[Any], Any], usual: float | None, data: Any) -> Any:
     count = _count(data)
-    if usual is None:
-        return _without_trace(model, step, data, count)
-    with weighting.held(tf.cast(count, tf.float32) / usual):
-        return _without_trace(model, step, data, count)
+    with _losses_counted(model, count):
+        if usual is None:
+            return _without_trace(model, step, data, count)
+        with weighting.held(tf.cast(count, tf.float32) / usual):
+            return _without_trace(model, step, data, count)
+
+
+@contextlib.contextmanager
+def _losses_counted(model: Any, count: Any) -> Iterator[None]:
+    """Have the losses of several outputs count samples, as the loss itself does.
+
+    Keras counts a batch as one where it cannot tell the size while tracing; a part of one sample
+    would then count as much as one of many.
+    """
+    original = keras.metrics.Mean.update_state
+
+    def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
+        losses = getattr(getattr(model, "_compile_loss", None), "metrics", None) or []
+        if sample_weight is None and any(self is m for m in losses):
+            sample_weight = count
+        return original(self, values, sample_weight)
+
+    keras.metrics.Mean.update_state = update_state
+    try:
+        yield
+    finally:
+        keras.metrics.Mean.update_state = original
 
 
 def _count(data: Any) -> Any:

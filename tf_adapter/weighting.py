@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import tensorflow as tf
@@ -14,6 +15,7 @@ class _Announced:
     """The weight that has been announced for the step to come; None: ranks count alike."""
 
     value: Any = None
+    outside: tf.Variable | None = None  # the last one that was announced outside of graphs
     held: bool = False  # not used up by the step that takes it
     in_loss: ClassVar[set[int]] = set()  # the optimizers whose loss was multiplied with it
 
@@ -27,6 +29,10 @@ class weight:
 
         zero.weight(n); opt.apply_gradients(...)              # until the next apply
         with zero.weight(n): opt.apply_gradients(...)         # the same
+        zero.weight(n); model.train_on_batch(x, y)            # before each of them
+
+    Give it before every step or before none: a step that has been traced without a weight knows
+    of none later, and ranks that count would wait for those that do not.
     """
 
     def __init__(self, value: Any) -> None:
@@ -38,10 +44,15 @@ class weight:
                     f"rank's batch; got {value!r}"
                 )
         self.value = value
-        _Announced.value = value
+        self.__enter__()
 
     def __enter__(self) -> weight:
         _Announced.value = self.value
+        if tf.executing_eagerly():
+            # A step traced once, such as train_on_batch, must find the number of each later call.
+            if _Announced.outside is None:
+                _Announced.outside = tf.Variable(0.0, trainable=False, name="weight")
+            _Announced.outside.assign(tf.cast(self.value, tf.float32))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -56,6 +67,19 @@ def held(value: Any) -> Iterator[None]:
         yield
     finally:
         clear()
+
+
+def holding(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A method inside which an announced weight holds: TensorFlow may trace a step twice."""
+
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        if _Announced.value is None:
+            return original(*args, **kwargs)
+        with held(_Announced.value):
+            return original(*args, **kwargs)
+
+    return method
 
 
 def holds() -> bool:
@@ -73,7 +97,12 @@ def take() -> Any:
     value = _Announced.value
     if not _Announced.held:
         _Announced.value = None
-    return None if value is None else tf.cast(value, tf.float32)
+    if value is None:
+        return None
+    announced_in_graph = tf.is_tensor(value) and tf.is_symbolic_tensor(value)
+    if tf.executing_eagerly() or announced_in_graph or _Announced.outside is None:
+        return tf.cast(value, tf.float32)
+    return _Announced.outside.read_value()
 
 
 def put_into_loss(optimizer: Any) -> None:

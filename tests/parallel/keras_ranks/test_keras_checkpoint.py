@@ -274,6 +274,25 @@ def test_fit_says_that_another_rank_saves(shared_folder, stage, uneven):
     assert zero.load(shared_folder / "a", model) is None
 
 
+class SaveOnOneRank(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if RANK == 0:
+            zero.save("never-written", self.model)
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+def test_a_save_while_others_add_up_gradients_is_an_error_not_a_hang(eager):
+    if hvd.size() != 2:
+        return
+    model = fit_model(1)
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    model.compile(zero.DistributedOptimizer(optimizer, stage=1), loss="mse", run_eagerly=eager)
+    given = zero.shard_dataset(data(), check=False)
+    model.fit(given, epochs=1, verbose=0)
+    with pytest.raises(zero.DisagreementError, match=r"zero.save\(\)"):
+        model.fit(given, epochs=1, verbose=0, callbacks=[SaveOnOneRank()])
+
+
 SUFFIXES = (".weights.h5", ".safetensors", ".keras")
 
 

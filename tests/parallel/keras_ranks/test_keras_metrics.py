@@ -223,3 +223,69 @@ def test_all_ranks_count_samples_or_none():
     part = zero.shard_dataset(data)
     with pytest.raises(zero.DisagreementError, match=r"only ranks \[0\]"):
         model.fit(part if world.RANK == 0 else data, verbose=0)
+
+
+@pytest.mark.skipif(world.SIZE == 1, reason="needs two ranks")
+def test_all_ranks_count_samples_or_none_in_a_later_fit_too():
+    _, model = fitted(True, lambda: batches(BATCH + 1, False))
+    plain, part = batches(BATCH, False), zero.shard_dataset(batches(BATCH + 1, False))
+    model.fit(plain, verbose=0)
+    with pytest.raises(zero.DisagreementError, match=r"rank 0 .* part from zero.shard_dataset"):
+        model.fit(part if world.RANK == 0 else plain, verbose=0)
+    model.fit(part, verbose=0)
+    world.assert_ranks_agree(world.weights(model))
+
+
+@pytest.mark.skipif(world.SIZE == 1, reason="one rank has whole batches")
+@pytest.mark.parametrize("stage", [0, 1, 2] if world.SIZE == 2 else [1])
+def test_inputs_outputs_and_losses_by_name(stage):
+    """Plain Keras counts samples for the losses of single outputs when it runs eagerly."""
+    results = []
+    x, y, weight = samples(2 * BATCH + 1)
+    data = tf.data.Dataset.from_tensor_slices(({"x": x, "w": weight}, {"kind": y, "sum": y % 2}))
+    data = data.batch(BATCH)
+    for distributed in (False, True):
+        keras.utils.set_random_seed(3)
+        inputs = {"x": keras.Input((7,), name="x"), "w": keras.Input((), name="w")}
+        hidden = keras.layers.Dense(5, "tanh")(inputs["x"]) * inputs["w"][:, None]
+        outputs = {
+            "kind": keras.layers.Dense(CLASSES, "softmax", name="kind")(hidden),
+            "sum": keras.layers.Dense(1, name="sum")(hidden),
+        }
+        model = keras.Model(inputs, outputs)
+        optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+        model.compile(
+            zero.DistributedOptimizer(optimizer, stage=stage) if distributed else optimizer,
+            loss={"kind": "sparse_categorical_crossentropy", "sum": "mse"},
+            loss_weights={"kind": 0.3, "sum": 2.0}, metrics={"kind": "accuracy"},
+            run_eagerly=not distributed,
+        )  # fmt: skip
+        history = model.fit(
+            zero.shard_dataset(data) if distributed else data, epochs=2, verbose=0,
+            callbacks=[zero.callbacks.MetricAverage()] if distributed else [],
+        )  # fmt: skip
+        results.append((history.history, world.weights(model)))
+    (expected, plain), (got, ours) = results
+    assert {"kind_loss", "sum_loss"} <= got.keys() == expected.keys()
+    for name in expected:
+        np.testing.assert_allclose(got[name], expected[name], rtol=1e-5, err_msg=name)
+    world.assert_same(ours, plain, bitwise=False, tolerance=1e-5)
+
+
+@world.at_two_ranks
+def test_train_on_batch_takes_the_weight_of_each_call():
+    x, y, _ = samples(8)
+    results = []
+    for distributed in (False, True):
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.Input((7,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.01)
+        model.compile(zero.DistributedOptimizer(optimizer) if distributed else optimizer, "mse")
+        for cut in (1, 3, 1, 6):
+            part = slice(0, 8)
+            if distributed:
+                part = slice(0, cut) if world.RANK == 0 else slice(cut, 8)
+                zero.weight(len(x[part]))
+            model.train_on_batch(x[part], y[part].astype("float32"))
+        results.append(world.weights(model))
+    world.assert_same(results[1], results[0], bitwise=False, tolerance=2e-6)
