@@ -1,4 +1,4 @@
-"""The only place that registers hooks on parameters and modules."""
+"""The hooks on parameters and modules; those of tied weights are in a room of their own."""
 
 from __future__ import annotations
 

@@ -66,6 +66,13 @@ def _bucket_of(owned: OwnedPiece) -> int:
     return owned.piece.bucket
 
 
+class _Owner(weakref.ref):  # type: ignore[type-arg]
+    """Whose a parameter is. A model that comes from a file is nobody's."""
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
 def check_free(named: NamedParam) -> None:
     """A second optimizer on the same parameter would find its gradient taken by the first."""
     owner = getattr(named.param, "_zerohvd_owner", None)
@@ -205,7 +212,7 @@ class ShardedParams:
     def set_owner(self, owner: Any) -> None:
         """Note who takes the gradients of these parameters; None: nobody any more."""
         for param in self.params:
-            param._zerohvd_owner = None if owner is None else weakref.ref(owner)
+            param._zerohvd_owner = None if owner is None else _Owner(owner)
 
     def frozen(self) -> list[int]:
         return [i for i, p in enumerate(self.params) if not p.requires_grad]

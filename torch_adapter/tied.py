@@ -9,6 +9,7 @@ numbers the sum is the same either way.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Collection
 from typing import Any
@@ -39,7 +40,7 @@ class TiedGradients:
         self._pairs = [
             _Pair(param, modules)
             for param, modules in users.items()
-            if len(modules) == 2 and _is_large(param)
+            if len(modules) == 2 and param.requires_grad and _is_large(param)
         ]
 
     def remove(self) -> None:
@@ -48,24 +49,32 @@ class TiedGradients:
 
 
 class _Pair:
+    """One such parameter. Called as a forward hook of its modules."""
+
     def __init__(self, param: nn.Parameter, modules: Collection[nn.Module]) -> None:
         self._param = weakref.ref(param)
         self._uses = 0  # in forward passes since the last gradient
         self._aside: torch.Tensor | None = None
         self._task = -1  # the backward pass that it is of
-        self._handles: list[Any] = [m.register_forward_hook(self._after) for m in modules]
+        self._handles: list[Any] = [m.register_forward_hook(self) for m in modules]
         self._handles.append(param.register_post_accumulate_grad_hook(self._join))
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _after(self, module: nn.Module, _: Any, outputs: Any) -> None:
+    def __reduce__(self) -> Any:
+        """A copy of the model, or one from a file, has a hook that does nothing, and not ours."""
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+    def __call__(self, module: nn.Module, _: Any, outputs: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         param = self._param()
         if param is None or not param.requires_grad:
             return
+        if torch._C._current_graph_task_id() == -1:
+            self._aside = None  # of a backward pass that has failed
         self._uses += 1
         if self._uses == 2:  # the last one used has the first gradient
             edge = _edge_to(param, outputs)
@@ -84,28 +93,37 @@ class _Pair:
     def _take(self, grads: tuple[torch.Tensor | None, ...], index: int) -> Any:
         """Keep a gradient aside, where nobody but the optimizer will miss it."""
         grad, param = grads[index], self._param()
-        if grad is None or param is None or self._uses != 2 or not _alone(param):
+        if grad is None or grad.is_sparse or param is None or not _alone(param):
+            return None
+        # One may be there: graphs of several forward passes can be of one backward pass, and
+        # another backward pass can run inside this one.
+        if self._uses != 2 or self._aside is not None:
             return None
         self._aside, self._task = grad, torch._C._current_graph_task_id()
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
         return (*grads[:index], None, *grads[index + 1 :])
 
     def _join(self, param: torch.Tensor) -> None:
-        """The sum of the others has come."""
+        """The sum of the others has come: none, where the other module has no part in the loss."""
         self._uses = 0
-        aside, self._aside = self._aside, None
-        if aside is not None and self._task == torch._C._current_graph_task_id():
-            with torch.no_grad():
+        aside = self._aside
+        if aside is None or self._task != torch._C._current_graph_task_id():
+            return
+        self._aside = None
+        with torch.no_grad():
+            if param.grad is None:  # a copy: it may be somebody else's gradient too
+                param.grad = aside.clone(memory_format=torch.contiguous_format)
+            elif param.grad.is_sparse:
+                param.grad = aside + param.grad
+            else:
                 param.grad.add_(aside)
 
     mark_own(_join)
 
     def _end(self) -> None:
-        """The backward pass is over. If there was no other gradient, autograd has seen none."""
-        param, aside = self._param(), self._aside
-        self._aside = None
-        if aside is not None and param is not None:
-            param.grad = aside
+        """The backward pass is over. Not every torch calls hooks where no gradient has come."""
+        param = self._param()
+        if self._aside is not None and param is not None:
             for hook in list(param._post_accumulate_grad_hooks.values()):
                 hook(param)
 

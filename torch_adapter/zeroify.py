@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from typing import Any
 
 import torch
@@ -66,10 +67,15 @@ def zeroify(
     elif given:
         raise ValueError(f"{', '.join(given)} can be given with stage=3 only, and stage is {stage}")
     tied = TiedGradients(model)
-    sharded = DistributedOptimizer(
-        optimizer, named_parameters=model.named_parameters(), stage=stage, **options
-    )
+    try:
+        sharded = DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters(), stage=stage, **options
+        )
+    except BaseException:
+        tied.remove()
+        raise
     sharded._hooks.append(tied)
+    weakref.finalize(sharded, tied.remove)
     _broadcast(model, sharded)
     if sharded.units is not None:
         sharded.units.free_idle()
