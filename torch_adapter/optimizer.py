@@ -85,7 +85,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._reduced = ReducedGrads(
             self._sections, collectives, self._prefix, replicated=config.stage == 0
         )
-        self._hooks: list[GradHooks | TiedGradients] = []
+        tied = TiedGradients([n.param for n in named])  # its hooks come before the others
+        self._hooks: list[GradHooks | TiedGradients] = [tied]
+        weakref.finalize(self, tied.remove)
         self._groups_of: list[list[torch.nn.Parameter]] = [
             list(g["params"]) for g in inner.param_groups
         ]

@@ -10,8 +10,9 @@ numbers the sum is the same either way.
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -29,18 +30,14 @@ _NEAR = 16
 
 
 class TiedGradients:
-    """The parameters of a model that two modules use. Make it before the optimizer's hooks."""
+    """Those of these parameters that two modules use. Make it before the optimizer's hooks."""
 
-    def __init__(self, model: nn.Module) -> None:
-        users: dict[nn.Parameter, list[nn.Module]] = {}
-        for module in model.modules():
-            for param in dict.fromkeys(module._parameters.values()):
-                if param is not None:
-                    users.setdefault(param, []).append(module)
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        wanted = {p for p in params if p.requires_grad and _is_large(p)}
         self._pairs = [
             _Pair(param, modules)
-            for param, modules in users.items()
-            if len(modules) == 2 and param.requires_grad and _is_large(param)
+            for param, modules in _users(wanted).items()
+            if len(modules) == 2
         ]
 
     def remove(self) -> None:
@@ -124,8 +121,20 @@ class _Pair:
         """The backward pass is over. Not every torch calls hooks where no gradient has come."""
         param = self._param()
         if self._aside is not None and param is not None:
+            self._task = torch._C._current_graph_task_id()
             for hook in list(param._post_accumulate_grad_hooks.values()):
                 hook(param)
+
+
+def _users(params: Collection[nn.Parameter]) -> dict[nn.Parameter, list[nn.Module]]:
+    """The modules that have these parameters: an optimizer is not told of the model."""
+    users: dict[nn.Parameter, list[nn.Module]] = {}
+    for module in gc.get_objects() if params else ():
+        if issubclass(type(module), nn.Module):  # isinstance() would ask proxies what they are
+            for param in dict.fromkeys(vars(module).get("_parameters", {}).values()):
+                if param in params:
+                    users.setdefault(param, []).append(module)
+    return users
 
 
 def _is_large(param: nn.Parameter) -> bool:

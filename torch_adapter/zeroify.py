@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import weakref
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from zerohvd.torch.hooks import UnitHooks
 from zerohvd.torch.module_state import ModuleState
 from zerohvd.torch.optimizer import ZeroOptimizer
 from zerohvd.torch.sharding import NamedParam, check_free
-from zerohvd.torch.tied import TiedGradients
 from zerohvd.torch.units import PERSIST_BELOW, UnitOptions, plan_units
 
 
@@ -66,16 +64,9 @@ def zeroify(
         options["_units"] = _plan(model, options.get("process_set"), given)
     elif given:
         raise ValueError(f"{', '.join(given)} can be given with stage=3 only, and stage is {stage}")
-    tied = TiedGradients(model)
-    try:
-        sharded = DistributedOptimizer(
-            optimizer, named_parameters=model.named_parameters(), stage=stage, **options
-        )
-    except BaseException:
-        tied.remove()
-        raise
-    sharded._hooks.append(tied)
-    weakref.finalize(sharded, tied.remove)
+    sharded = DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), stage=stage, **options
+    )
     _broadcast(model, sharded)
     if sharded.units is not None:
         sharded.units.free_idle()
