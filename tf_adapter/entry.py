@@ -95,6 +95,5 @@ def explained() -> Iterator[None]:
             raise
         raise DisagreementError(
             f"rank {hvd.rank()} trains while another rank called zero.save(), zero.load() or "
-            f"model.fit(). "
-            f"{_TOGETHER}"
+            f"model.fit(). {_TOGETHER}"
         ) from error

@@ -22,7 +22,7 @@ from zerohvd.agreement import check_agreement
 from zerohvd.layout import Layout, build_layout
 from zerohvd.torch import heap
 from zerohvd.torch.collectives import LocalCollectives, TorchCollectives
-from zerohvd.torch.pages import POOL
+from zerohvd.torch.pages import POOL, is_counted
 from zerohvd.torch.prefetch import Order
 from zerohvd.torch.sharding import Memory, NamedParam
 from zerohvd.torch.unit import COMING, SHARDED, WHOLE, Unit, Use
@@ -50,7 +50,7 @@ class Units:
         Args:
             fill: Writes a parameter's first values, as for `UnitFlats`.
         """
-        if heap.is_limited():
+        if is_counted():
             heap.map_large()
         self.options = options
         self.collectives = collectives

@@ -10,11 +10,9 @@ small ones that stay keep the gaps from being used again, a model that would fit
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Mapping
 
-from zerohvd.torch import pages
-from zerohvd.torch.pages import LIBC
+from zerohvd.torch.pages import LIBC, is_counted
 
 SWITCH = "ZEROHVD_MALLOC"
 
@@ -34,20 +32,15 @@ def is_ours(environ: Mapping[str, str]) -> bool:
     return not chosen and "glibc.malloc" not in environ.get("GLIBC_TUNABLES", "")
 
 
-def is_limited() -> bool:
-    """Whether all that is mapped counts as memory (ulimit -d or -v), and so do gaps."""
-    return pages.is_limited(resource.RLIMIT_DATA, resource.RLIMIT_AS)
-
-
 def keep_large() -> None:
     """Large blocks stay in the process when they are freed: fast."""
-    if not is_limited():
+    if not is_counted():
         _set(mapped=0, threshold=_OWN_LIMIT, trim=_KEPT)
 
 
 def keep_small() -> None:
     """Blocks of up to 32 MiB stay in the process, larger ones are gone when they are freed."""
-    if not is_limited():
+    if not is_counted():
         _set(mapped=_ANY_NUMBER, threshold=_OWN_LIMIT, trim=_KEPT)
 
 

@@ -54,6 +54,11 @@ def is_limited(*limits: int) -> bool:
     return any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in limits)
 
 
+def is_counted() -> bool:
+    """Whether all that is mapped counts as memory (ulimit -d or -v), and so do gaps."""
+    return is_limited(resource.RLIMIT_DATA, resource.RLIMIT_AS)
+
+
 def _ask_for_huge_pages(address: int, nbytes: int) -> None:
     """Where the system has them for those who ask: one fault in the place of 512."""
     assert LIBC is not None
@@ -193,7 +198,7 @@ class Lasting:
         starts = list(itertools.accumulate((-(-n // step) * step for n in lengths), initial=0))
         nbytes = starts[-1] * dtype.itemsize
         # Huge pages begin at multiples of their size; where addresses are counted, none is wasted.
-        huge = nbytes >= _HUGE and not is_limited(resource.RLIMIT_DATA, resource.RLIMIT_AS)
+        huge = nbytes >= _HUGE and not is_counted()
         spare = _HUGE if huge else 0
         try:
             self._held = mmap.mmap(-1, nbytes + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

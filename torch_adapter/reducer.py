@@ -84,10 +84,11 @@ class GradReducer:
         # Of two ranks at stage 2, what has been received becomes the shard, in the heap: there it
         # takes the place of activations that are gone.
         outside = stage >= 3 or (stage == 2 and layout.size != 2)
+        buckets = layout.buckets if outside else ()
         self._memory = ShardMemory(
-            [lengths[self._rank] for lengths in self._lengths if outside],
-            [dtype for dtype in shard_dtypes if outside],
-            [params[b.slots[0].param].device for b in layout.buckets if outside],
+            [self._lengths[b.index][self._rank] for b in buckets],
+            [shard_dtypes[b.index] for b in buckets],
+            [params[b.slots[0].param].device for b in buckets],
         )
         self.weight: float | None = None  # of this rank in this step
         self.begin_step()

@@ -77,15 +77,7 @@ class _Pair:
             edge = _edge_to(param, outputs)
             if edge is not None:
                 node, index = edge
-                node.register_hook(self._taker(index))
-
-    def _taker(self, index: int) -> Any:
-        uses = self
-
-        def take(grads: tuple[torch.Tensor | None, ...], _: Any) -> Any:
-            return uses._take(grads, index)
-
-        return take
+                node.register_hook(lambda grads, _: self._take(grads, index))
 
     def _take(self, grads: tuple[torch.Tensor | None, ...], index: int) -> Any:
         """Keep a gradient aside, where nobody but the optimizer will miss it."""
