@@ -4,13 +4,15 @@ Autograd keeps the first gradient of such a parameter until the second one is th
 up in fresh memory where the first is a view, as that of a Linear layer is. For a tied embedding,
 often the largest parameter, this is where a step needs most. Here the first one is kept aside,
 autograd hands over the second as if it were alone, and the first is added to it in place. Of two
-numbers the sum is the same either way.
+numbers the sum is the same either way. The second one of an embedding is not made at all: but for
+the rows of the words of a batch it is zeros, so these rows are added to the first.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import weakref
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -19,6 +21,7 @@ import torch
 from torch import nn
 
 from zerohvd.torch.hooks import mark_own, only_own
+from zerohvd.torch.pages import users
 from zerohvd.torch.units import tensors_in
 
 # Less than this is not worth it.
@@ -36,7 +39,7 @@ class TiedGradients:
         wanted = {p for p in params if p.requires_grad and _is_large(p)}
         self._pairs = [
             _Pair(param, modules)
-            for param, modules in _users(wanted).items()
+            for param, modules in _modules_with(wanted).items()
             if len(modules) == 2
         ]
 
@@ -45,13 +48,39 @@ class TiedGradients:
             pair.remove()
 
 
+class _Kept:
+    """A gradient that is kept aside."""
+
+    def __init__(self, grad: torch.Tensor) -> None:
+        self.grad = grad
+
+    def writable(self) -> torch.Tensor:
+        """The gradient, a contiguous copy if somebody else has it too."""
+        other = torch.empty(1)
+        nobodys = _Kept(other.view(1) if self.grad._is_view() else other)
+        del other
+        shared = any(a > b for a, b in zip(self._owners(), nobodys._owners(), strict=True))
+        if shared or not self.grad.is_contiguous():
+            self.grad = self.grad.clone(memory_format=torch.contiguous_format)
+        return self.grad
+
+    def _owners(self) -> list[int]:
+        """In how many hands it is, and what it is a view of: Python's, the tensors', the bytes'."""
+        counts = [users(self.grad.untyped_storage())]
+        counts += [sys.getrefcount(self.grad), self.grad._use_count()]
+        base = self.grad._base
+        if base is not None:
+            counts += [sys.getrefcount(base), base._use_count()]
+        return counts
+
+
 class _Pair:
     """One such parameter. Called as a forward hook of its modules."""
 
     def __init__(self, param: nn.Parameter, modules: Collection[nn.Module]) -> None:
         self._param = weakref.ref(param)
         self._uses = 0  # in forward passes since the last gradient
-        self._aside: torch.Tensor | None = None
+        self._aside: _Kept | None = None
         self._task = -1  # the backward pass that it is of
         self._handles: list[Any] = [m.register_forward_hook(self) for m in modules]
         self._handles.append(param.register_post_accumulate_grad_hook(self._join))
@@ -73,11 +102,14 @@ class _Pair:
         if torch._C._current_graph_task_id() == -1:
             self._aside = None  # of a backward pass that has failed
         self._uses += 1
+        edge = _edge_to(param, outputs) if self._uses <= 2 else None
+        if edge is None:
+            return
+        node, index = edge
         if self._uses == 2:  # the last one used has the first gradient
-            edge = _edge_to(param, outputs)
-            if edge is not None:
-                node, index = edge
-                node.register_hook(lambda grads, _: self._take(grads, index))
+            node.register_hook(lambda grads, _: self._take(grads, index))
+        elif node.name() == "EmbeddingBackward0":
+            node.register_prehook(self._add_rows)
 
     def _take(self, grads: tuple[torch.Tensor | None, ...], index: int) -> Any:
         """Keep a gradient aside, where nobody but the optimizer will miss it."""
@@ -88,26 +120,47 @@ class _Pair:
         # another backward pass can run inside this one.
         if self._uses != 2 or self._aside is not None:
             return None
-        self._aside, self._task = grad, torch._C._current_graph_task_id()
+        self._aside, self._task = _Kept(grad), torch._C._current_graph_task_id()
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
         return (*grads[:index], None, *grads[index + 1 :])
 
+    def _add_rows(self, grads: tuple[torch.Tensor | None, ...]) -> Any:
+        """Add an embedding's gradient to the one kept aside, in the place of making it."""
+        grad, node = grads[0], torch._C._current_autograd_node()
+        if grad is None or self._aside is None or self._is_of_another_pass() or node._saved_sparse:
+            return None
+        words, places = node._saved_indices.unique(return_inverse=True)
+        padding = (words == node._saved_padding_idx).nonzero()
+        rows = torch.ops.aten.embedding_dense_backward(
+            grad,
+            places,
+            len(words),
+            int(padding) if len(padding) else -1,
+            node._saved_scale_grad_by_freq,
+        )
+        self._aside.writable().index_add_(0, words, rows)
+        return (None,)
+
     def _join(self, param: torch.Tensor) -> None:
-        """The sum of the others has come: none, where the other module has no part in the loss."""
+        """The sum of the others has come: none, where they have no part in the loss, or where it
+        has been added already."""
         self._uses = 0
         aside = self._aside
-        if aside is None or self._task != torch._C._current_graph_task_id():
+        if aside is None or self._is_of_another_pass():
             return
         self._aside = None
         with torch.no_grad():
-            if param.grad is None:  # a copy: it may be somebody else's gradient too
-                param.grad = aside.clone(memory_format=torch.contiguous_format)
+            if param.grad is None:
+                param.grad = aside.writable()
             elif param.grad.is_sparse:
-                param.grad = aside + param.grad
+                param.grad = aside.grad + param.grad
             else:
-                param.grad.add_(aside)
+                param.grad.add_(aside.grad)
 
     mark_own(_join)
+
+    def _is_of_another_pass(self) -> bool:
+        return self._task != torch._C._current_graph_task_id()
 
     def _end(self) -> None:
         """The backward pass is over. Not every torch calls hooks where no gradient has come."""
@@ -118,15 +171,15 @@ class _Pair:
                 hook(param)
 
 
-def _users(params: Collection[nn.Parameter]) -> dict[nn.Parameter, list[nn.Module]]:
+def _modules_with(params: Collection[nn.Parameter]) -> dict[nn.Parameter, list[nn.Module]]:
     """The modules that have these parameters: an optimizer is not told of the model."""
-    users: dict[nn.Parameter, list[nn.Module]] = {}
+    found: dict[nn.Parameter, list[nn.Module]] = {}
     for module in gc.get_objects() if params else ():
         if issubclass(type(module), nn.Module):  # isinstance() would ask proxies what they are
             for param in dict.fromkeys(vars(module).get("_parameters", {}).values()):
                 if param in params:
-                    users.setdefault(param, []).append(module)
-    return users
+                    found.setdefault(param, []).append(module)
+    return found
 
 
 def _is_large(param: nn.Parameter) -> bool:

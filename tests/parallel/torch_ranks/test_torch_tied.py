@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from training import STAGES, assert_replicated, assert_same
 
@@ -61,6 +62,18 @@ class EmbeddingTwice(Tied):
 class SparseEmbedding(Tied):
     def __init__(self):
         super().__init__(sparse=True)
+
+
+class FewWords(Tied):
+    """Each of them comes several times in a batch; one is padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed.padding_idx = 2
+        self.embed.scale_grad_by_freq = True
+
+    def forward(self, tokens):
+        return super().forward(tokens % 4)
 
 
 class HeadWithBias(Tied):
@@ -150,10 +163,46 @@ def taken(monkeypatch):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("cls", [Tied, HeadOnly, EitherOne, SparseEmbedding])
+@pytest.mark.parametrize("cls", [Tied, HeadOnly, EitherOne, SparseEmbedding, FewWords])
 def test_no_gradient_is_lost(stage, cls, taken):
     assert_trains_alike(one_step, cls, stage)
     assert len(taken) == (0 if cls is EitherOne and hvd.rank() else 3)
+
+
+def test_of_the_gradient_of_an_embedding_only_its_rows_are_made():
+    class RowsMade(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.embedding_dense_backward.default:
+                rows.append(args[2])
+            return func(*args, **(kwargs or {}))
+
+    rows = []
+    model, opt = zeroified()
+    loss = loss_of(model, 0)
+    with RowsMade():
+        loss.backward()
+    opt.step()
+    assert len(rows) == 1
+    assert rows[0] <= 6
+
+
+@pytest.mark.parametrize("what", ["gradient", "view", "whole of which it is a view"])
+def test_what_others_keep_of_the_first_gradient_stays_as_it_is(what):
+    kept = []
+
+    def keep(grads, _):
+        (grad,) = grads
+        grad = {"gradient": grad, "view": grad[0]}.get(what, grad._base)
+        kept.extend([grad, grad.clone()])
+
+    model, opt = zeroified()
+    model.head.register_forward_hook(
+        lambda m, i, out: out.grad_fn.next_functions[1][0].register_hook(keep) and None,
+        prepend=True,
+    )
+    one_step(model, opt, 0)
+    assert torch.equal(*kept)
+    assert kept[0].count_nonzero()
 
 
 @pytest.mark.parametrize("cls", [EmbeddingTwice, HeadWithBias, HeadRecomputed, BodyRecomputed])
