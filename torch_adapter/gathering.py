@@ -24,6 +24,7 @@ from zerohvd.torch import heap
 from zerohvd.torch.collectives import LocalCollectives, TorchCollectives
 from zerohvd.torch.pages import POOL, is_counted
 from zerohvd.torch.prefetch import Order
+from zerohvd.torch.shard_memory import ShardMemory
 from zerohvd.torch.sharding import Memory, NamedParam
 from zerohvd.torch.unit import COMING, SHARDED, WHOLE, Unit, Use
 from zerohvd.torch.unit_memory import Fill, UnitFlats
@@ -69,6 +70,7 @@ class Units:
         self.loads = 0  # of the model's state
         self.hooks: list[Any] = []  # on the model's modules
         self.on_gather: Callable[[], None] | None = None
+        self.gradients: list[ShardMemory] = []  # which take the place of what is freed
 
     # -- building ---------------------------------------------------------------------------------
 
@@ -157,6 +159,8 @@ class Units:
         except BaseException:
             unit.depth -= 1
             raise
+        if unit is not self.root and not in_backward:
+            POOL.trim()  # from here on each unit has the pages of the one before
         return use
 
     def leave(self, unit: Unit, use: Use, outputs: Any) -> None:
@@ -215,7 +219,7 @@ class Units:
                 if other is not unit and other.state == WHOLE:
                     self._free_if_done(other, use)
             if self._free_early(self.root):
-                POOL.trim()  # the units that come now have pages of their own
+                self._trim_to_gradients()  # the units that come now have pages of their own
         unit.backward = use
         unit.awaited = {p for p in unit.params if p.requires_grad}
         unit.kept = unit.kept or again
@@ -238,7 +242,11 @@ class Units:
         if unit.awaited or not self._free_early(unit):
             return
         if all(u.state == SHARDED for u in self.all[1:]):
-            POOL.trim()  # what comes now is the root's, whose gradients may be the largest of all
+            # What comes now is the root's, whose gradients may be the largest of all.
+            self._trim_to_gradients()
+
+    def _trim_to_gradients(self) -> None:
+        POOL.trim(keep=sum(memory.missing for memory in self.gradients))
 
     def _free_early(self, unit: Unit) -> bool:
         # What is recomputed may need any parameter again, and nothing refers to it before.

@@ -206,6 +206,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
         number = self._rounds.add(section)
         self._sections.append(section)
+        if self.units is not None:
+            self.units.gradients.append(section.reducer.memory)
         group_of = {p: g for g, params in enumerate(self._groups_of) for p in params}
         for owned in section.owned:
             group = group_of[section.params[owned.piece.param]]

@@ -1,19 +1,20 @@
 """Memory on the host that comes and goes without being made anew.
 
 What costs most about a fresh megabyte is that the kernel has to find and clear its pages. A unit
-that is freed has pages, and the next one needs some: they are moved, from one range of addresses to
-another. A range keeps its addresses for ever, so that views into it stay valid.
+that is freed has pages, and the next one needs some, or the gradients that take its place: pages
+are moved, from one range of addresses to another. A range keeps its addresses for ever, so that
+views into it stay valid.
 """
 
 from __future__ import annotations
 
 import ctypes
-import itertools
 import mmap
 import os
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -22,7 +23,7 @@ _NO_ACCESS = 0
 _DONTNEED = 4
 _HUGE_PAGES = 14
 _HUGE = 2 << 20
-_ALIGNED = 64  # bytes: a processor's cache line
+_MOST_IDLE = 2 << 30  # a process can have so many mappings, and each piece may become one
 _FIXED, _NORESERVE = 0x10, 0x4000
 _MOVE = 1 | 2 | 4  # may move, to a fixed place, and the old range stays reserved
 
@@ -91,6 +92,13 @@ class Range:
     def storage(self) -> torch.UntypedStorage:
         return self.tensor.untyped_storage()
 
+    @property
+    def pieces(self) -> Iterator[Piece]:
+        """Huge pages, and the rest at the end."""
+        end = self.address + self.nbytes
+        for address in range(self.address, end, _HUGE):
+            yield Piece(address, min(_HUGE, end - address))
+
     def allocate(self) -> None:
         """Have memory, with whatever may stand in it."""
         if not self.there:
@@ -104,59 +112,104 @@ class Range:
             self.there = False
 
 
+class Piece(NamedTuple):
+    """Memory that is moved at once."""
+
+    address: int
+    nbytes: int
+
+
 class Pool:
-    """Pages of ranges that do not need them."""
+    """Pages of ranges that do not need them. A piece can take the place of any of its size."""
 
     def __init__(self) -> None:
-        self._idle: list[Range] = []
+        # By size, then by address: whose it is. Addresses must not go while there are pages.
+        self._idle: dict[int, dict[int, Range]] = {}
 
     def take(self, range_: Range) -> None:
-        self._idle.append(range_)
+        room = _MOST_IDLE - self.nbytes
+        for piece in range_.pieces:
+            room -= piece.nbytes
+            if room < 0:
+                _empty(piece)
+            else:
+                self._idle.setdefault(piece.nbytes, {})[piece.address] = range_
 
     def give(self, range_: Range) -> None:
         assert LIBC is not None
-        if range_ in self._idle:
-            self._idle.remove(range_)
-            return
-        if self._idle:
-            donor = min(self._idle, key=lambda r: abs(r.nbytes - range_.nbytes))
-            self._idle.remove(donor)
-            size = min(donor.nbytes, range_.nbytes)
-            moved = LIBC.mremap(donor.address, size, size, _MOVE, range_.address)
-            _empty(donor)
-            if moved != range_.address:
-                _map_again(range_)  # the range may be gone by now; its pages are fresh ones
+        moves: list[tuple[int, Piece]] = []
+        owners = []  # whose addresses must not go before the pages
+        for piece in self._without_own(range_):
+            donors = self._idle.get(piece.nbytes)
+            if donors:
+                address = next(iter(donors))
+                owners.append(donors.pop(address))
+                _append(moves, address, piece)
+        for address, piece in moves:
+            _move(address, piece)
         if LIBC.mprotect(range_.address, range_.nbytes, _READ_WRITE):
-            raise _no_memory(range_)
+            raise _no_memory(range_.nbytes)
 
-    def trim(self) -> None:
-        """Give all that is idle back to the system."""
-        for range_ in self._idle:
-            _empty(range_)
-        self._idle = []
+    def _without_own(self, range_: Range) -> list[Piece]:
+        """Those that the range has no pages for any more. Nothing may be moved to the others."""
+        gone = []
+        for piece in range_.pieces:
+            if self._idle.get(piece.nbytes, {}).pop(piece.address, None) is None:
+                gone.append(piece)
+        return gone
+
+    def trim(self, keep: int = 0) -> None:
+        """Give what is idle back to the system, but for about `keep` bytes."""
+        surplus = self.nbytes - keep
+        for nbytes, pieces in self._idle.items():
+            while pieces and surplus > 0:
+                address, owner = pieces.popitem()
+                _empty(Piece(address, nbytes))
+                del owner
+                surplus -= nbytes
 
     @property
     def nbytes(self) -> int:
-        return sum(r.nbytes for r in self._idle)
+        return sum(nbytes * len(pieces) for nbytes, pieces in self._idle.items())
 
 
-def _empty(range_: Range) -> None:
+def _empty(piece: Piece) -> None:
     assert LIBC is not None
-    LIBC.madvise(range_.address, range_.nbytes, _DONTNEED)
-    LIBC.mprotect(range_.address, range_.nbytes, _NO_ACCESS)
+    LIBC.madvise(*piece, _DONTNEED)
+    LIBC.mprotect(*piece, _NO_ACCESS)
 
 
-def _map_again(range_: Range) -> None:
+def _append(moves: list[tuple[int, Piece]], donor: int, piece: Piece) -> None:
+    """One more move; of neighbours to neighbours, it is one with the last."""
+    if moves:
+        address, (target, nbytes) = moves[-1]
+        if address + nbytes == donor and target + nbytes == piece.address:
+            moves[-1] = address, Piece(target, nbytes + piece.nbytes)
+            return
+    moves.append((donor, piece))
+
+
+def _move(donor: int, piece: Piece) -> None:
+    """Have the pages at another address; fresh ones if that does not work."""
     assert LIBC is not None
+    address, nbytes = piece
+    if LIBC.mremap(donor, nbytes, nbytes, _MOVE, address) == address:
+        LIBC.mprotect(donor, nbytes, _NO_ACCESS)
+        return
+    # What was there may be gone by now.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED | _NORESERVE
-    found = LIBC.mmap(range_.address, range_.nbytes, _NO_ACCESS, flags, -1, 0)
-    if found != range_.address:
-        raise _no_memory(range_)
+    if LIBC.mmap(address, nbytes, _NO_ACCESS, flags, -1, 0) != address:
+        raise _no_memory(nbytes)
+    if nbytes > _HUGE:  # not every kernel moves what has come from several places before
+        for start in range(0, nbytes, _HUGE):
+            _move(donor + start, Piece(address + start, min(_HUGE, nbytes - start)))
+    else:
+        _empty(Piece(donor, nbytes))
 
 
-def _no_memory(range_: Range) -> MemoryError:
+def _no_memory(nbytes: int) -> MemoryError:
     error = os.strerror(ctypes.get_errno())
-    return MemoryError(f"cannot get {range_.nbytes} bytes for gathered parameters: {error}")
+    return MemoryError(f"cannot get {nbytes} bytes for parameters or gradients: {error}")
 
 
 class Resized:
@@ -183,57 +236,17 @@ class Resized:
         self.storage.resize_(0)
 
 
-class Lasting:
-    """Memory for values that come and go while much else does, and that is there from the start.
-
-    In the heap, each of them would lie in the way when the room around it is wanted again, and the
-    heap would grow by several times their size. The pages go when nobody needs the values.
-
-    Attributes:
-        parts: 1-D, one for each of the lengths.
-    """
-
-    def __init__(self, lengths: Sequence[int], dtype: torch.dtype) -> None:
-        step = _ALIGNED // dtype.itemsize
-        starts = list(itertools.accumulate((-(-n // step) * step for n in lengths), initial=0))
-        nbytes = starts[-1] * dtype.itemsize
-        # Huge pages begin at multiples of their size; where addresses are counted, none is wasted.
-        huge = nbytes >= _HUGE and not is_counted()
-        spare = _HUGE if huge else 0
-        try:
-            self._held = mmap.mmap(-1, nbytes + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise MemoryError(f"cannot get {nbytes} bytes: {error.strerror}") from error
-        first = torch.frombuffer(self._held, dtype=torch.uint8).data_ptr()
-        offset = -first % _HUGE if huge else 0
-        whole = torch.frombuffer(self._held, dtype=dtype, count=starts[-1], offset=offset)
-        if huge:
-            _ask_for_huge_pages(whole.data_ptr(), nbytes)
-        self.parts = [
-            whole[start : start + length] for start, length in zip(starts, lengths, strict=False)
-        ]
-        self._storage = whole.untyped_storage()
-        del whole
-        self._users = users(self._storage)
-
-    @property
-    def in_use(self) -> bool:
-        """Whether somebody has a view of it, other than `parts`."""
-        return users(self._storage) > self._users
-
-    def drop(self) -> None:
-        """Give the pages back; there are zeros from now on."""
-        self._held.madvise(mmap.MADV_DONTNEED)
-
-
 # One pool for all models: what one of them frees, another can use.
 POOL = Pool()
 
 
+def keeps_addresses() -> bool:
+    """Whether a range can be had: where reserved addresses count as memory (ulimit -v), none is."""
+    return LIBC is not None and not is_limited(resource.RLIMIT_AS)
+
+
 def make(nbytes: int, device: torch.device) -> Range | Resized:
     """Memory that can be freed and had again."""
-    # Where reserved addresses count as memory (ulimit -v), none can be kept for later.
-    keeps_addresses = LIBC is not None and not is_limited(resource.RLIMIT_AS)
-    if device.type == "cpu" and keeps_addresses and nbytes:
+    if device.type == "cpu" and keeps_addresses() and nbytes:
         return Range(nbytes, POOL)
     return Resized(nbytes, device)

@@ -14,6 +14,7 @@ from zerohvd.numerics import DivideFactors
 from zerohvd.torch import arrays
 from zerohvd.torch.buffers import zero_padding
 from zerohvd.torch.collectives import Exchange, LocalCollectives, TorchCollectives
+from zerohvd.torch.pages import POOL
 from zerohvd.torch.shard_memory import ShardMemory
 
 # A bucket of the user's travels in this many parts, each a bucket of the layout. Of these, two may
@@ -85,7 +86,7 @@ class GradReducer:
         # takes the place of activations that are gone.
         outside = stage >= 3 or (stage == 2 and layout.size != 2)
         buckets = layout.buckets if outside else ()
-        self._memory = ShardMemory(
+        self.memory = ShardMemory(
             [self._lengths[b.index][self._rank] for b in buckets],
             [shard_dtypes[b.index] for b in buckets],
             [params[b.slots[0].param].device for b in buckets],
@@ -168,7 +169,7 @@ class GradReducer:
         if self._stage == 0:
             exchange = self._allreduce(sent, name)
         else:
-            into = self._memory.of(b) if self.shards[b] is None else None
+            into = self.memory.of(b) if self.shards[b] is None else None
             exchange = self._collectives.exchange_start(
                 sent, self._lengths[b], name=name, into=into
             )
@@ -193,7 +194,9 @@ class GradReducer:
         backward pass allocates from what it frees of those."""
         self.shards = [None] * len(self._layout.buckets)
         self._flats = [None] * len(self._layout.buckets)
-        self._memory.drop()
+        self.memory.drop()
+        if self._stage < 3:
+            POOL.trim()  # nothing will be gathered into these pages
 
     def _weighed(self, source: torch.Tensor) -> torch.Tensor:
         """What goes out for `source`: scaled, in the wire's dtype."""
@@ -310,7 +313,7 @@ class GradReducer:
         length, dtype = self._lengths[b][self._rank], self._shard_dtypes[b]
         if scratch.numel() == length and scratch.dtype == dtype:
             return scratch
-        memory = self._memory.of(b)
+        memory = self.memory.of(b)
         return scratch.new_empty(length, dtype=dtype) if memory is None else memory
 
 
