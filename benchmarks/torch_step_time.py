@@ -181,10 +181,8 @@ def choose_malloc(way: str) -> None:
     """The C library's settings are those of the process: each contender gets those it has alone."""
     from zerohvd.torch import heap
 
-    if way in ("zero-1", "zero-2"):
+    if way.startswith("zero"):
         heap.keep_large()
-    elif way == "zero-3":
-        heap.keep_small()
     else:
         heap.leave_alone()
 

@@ -114,7 +114,7 @@ def DistributedOptimizer(
         offload=elsewhere,
     )
     if offload is None and any(n.param.device.type == "cpu" for n in named):
-        (heap.keep_large if stage < 3 else heap.keep_small)()  # at stage 3 memory comes first
+        heap.keep_large()
     return sharded
 
 

@@ -173,7 +173,9 @@ class Units:
             if outputs is not None:
                 # Losses that a module leaves lying about are backward passes' beginnings too.
                 for module in unit.module.modules():
-                    found += [v for v in vars(module).values() if _new(v)]
+                    found += [
+                        v for v in vars(module).values() if isinstance(v, torch.Tensor) and _new(v)
+                    ]
             for tensor in found:
                 if tensor.grad_fn is not None:
                     tensor._zerohvd_hooked = True
@@ -352,8 +354,6 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _new(value: Any) -> bool:
-    """Whether it is a tensor with a graph behind it that no unit has seen yet."""
-    if not isinstance(value, torch.Tensor) or value.grad_fn is None:
-        return False
-    return not getattr(value, "_zerohvd_hooked", False)
+def _new(tensor: torch.Tensor) -> bool:
+    """Whether it has a graph behind it that no unit has seen yet."""
+    return tensor.grad_fn is not None and not getattr(tensor, "_zerohvd_hooked", False)

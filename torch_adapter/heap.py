@@ -38,12 +38,6 @@ def keep_large() -> None:
         _set(mapped=0, threshold=_OWN_LIMIT, trim=_KEPT)
 
 
-def keep_small() -> None:
-    """Blocks of up to 32 MiB stay in the process, larger ones are gone when they are freed."""
-    if not is_counted():
-        _set(mapped=_ANY_NUMBER, threshold=_OWN_LIMIT, trim=_KEPT)
-
-
 def map_large() -> None:
     """Large blocks are mapped one by one, and are gone when they are freed: small."""
     _set(mapped=_ANY_NUMBER, threshold=_MAPPED_FROM, trim=_MAPPED_FROM)

@@ -6,6 +6,7 @@ whatever would read or write values raises an error that names the parameter.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ _ATTRIBUTES = {
     "_post_accumulate_grad_hooks", "is_sparse", "is_sparse_csr", "is_meta", "is_cuda", "is_cpu",
     "is_xpu", "is_mps", "is_mtia", "is_quantized", "is_nested", "is_mkldnn", "is_maia",
     "is_ipu", "is_vulkan", "is_xla", "retains_grad", "volatile", "_base", "_grad",
-    "_has_symbolic_sizes_strides", "_is_zerotensor",
+    "_has_symbolic_sizes_strides",
 }
 _SETTABLE = {"requires_grad", "grad", "_grad", "_backward_hooks"}
 _FUNCTIONS = {
@@ -31,9 +32,19 @@ _FUNCTIONS = {
     "new_full", "new_tensor", "new_empty_strided", "zeros_like", "ones_like", "empty_like",
     "full_like", "rand_like", "randn_like", "has_names", "__dir__", "_is_view",
     "_has_compatible_shallow_copy_type", "increment_version", "_increment_version",
-    "__dlpack_device__",
+    "__dlpack_device__", "_is_zerotensor",
 }
 _BYPASS = torch._C.DisableTorchFunctionSubclass
+
+
+def _accessors(names: Iterable[str], *kinds: str) -> set[Any]:
+    """What torch calls for these attributes, as far as this torch has them."""
+    found = [getattr(torch.Tensor, name, None) for name in names]
+    return {getattr(a, kind) for a in found for kind in kinds if hasattr(a, kind)}
+
+
+# Asked for by the hundred in every step: one look-up must do.
+_FREE = _accessors(_ATTRIBUTES, "__get__") | _accessors(_SETTABLE, "__set__", "__delete__")
 
 
 class _Hidden:
@@ -43,6 +54,9 @@ class _Hidden:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func in _FREE:
+            with _BYPASS():
+                return func(*args)
         return _call_without_values(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -69,8 +83,7 @@ def _call_without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         return _detached(args[0])
     if attribute == "data" and name == "__set__" and args[1] is args[0]:
         return None  # model.to() of where it is already
-    known = _ATTRIBUTES if name == "__get__" else _SETTABLE
-    if attribute in known or (not attribute and name in _FUNCTIONS):
+    if not attribute and name in _FUNCTIONS:
         with _BYPASS():
             return func(*args, **kwargs)
     if name == "detach":

@@ -82,7 +82,7 @@ class _Parts:
 
     def part(self, index: int) -> torch.Tensor:
         self.range.allocate()
-        return self._parts[index]
+        return self._parts[index][:]  # a view of its own: they are counted
 
     @property
     def in_use(self) -> bool:

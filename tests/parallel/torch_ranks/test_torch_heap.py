@@ -6,7 +6,7 @@ import resource
 
 import pytest
 import torch
-from training import sharded
+from training import STAGES, sharded
 
 from zerohvd.torch import heap
 
@@ -22,7 +22,7 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", STAGES)
 def test_large_blocks_of_a_step_are_there_for_the_next(stage):
     heap.map_large()
     sharded(stage=stage, steps=1)
