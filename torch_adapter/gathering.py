@@ -35,6 +35,10 @@ from zerohvd.torch.waiting import Waiting
 # between what that leaves; gaps that no later step needs do not have to keep their memory.
 _FIRST_STEPS = 3
 
+# Bytes that may be idle in a forward pass, for gradients to come: much less than a model of the
+# size that needs this stage, and clearing them anew in each step can take a few per cent of it.
+_SPARE = 32 << 20
+
 
 class Units:
     """All units of a model: who is whole, who comes next."""
@@ -160,7 +164,8 @@ class Units:
             unit.depth -= 1
             raise
         if unit is not self.root and not in_backward:
-            POOL.trim()  # from here on each unit has the pages of the one before
+            # From here on each unit has the pages of the one before.
+            POOL.trim(keep=0 if is_counted() else _SPARE)
         return use
 
     def leave(self, unit: Unit, use: Use, outputs: Any) -> None:
