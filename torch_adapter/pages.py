@@ -250,3 +250,13 @@ def make(nbytes: int, device: torch.device) -> Range | Resized:
     if device.type == "cpu" and keeps_addresses() and nbytes:
         return Range(nbytes, POOL)
     return Resized(nbytes, device)
+
+
+def borrow(nbytes: int) -> Range | None:
+    """A range for a while, to be freed, of pages that are idle; None if there are few of them."""
+    # Others count on what is idle: a part of it has to be left.
+    if not nbytes or POOL.nbytes < 2 * nbytes:
+        return None
+    range_ = Range(nbytes, POOL)
+    range_.allocate()
+    return range_

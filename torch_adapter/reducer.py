@@ -14,7 +14,7 @@ from zerohvd.numerics import DivideFactors
 from zerohvd.torch import arrays
 from zerohvd.torch.buffers import zero_padding
 from zerohvd.torch.collectives import Exchange, LocalCollectives, TorchCollectives
-from zerohvd.torch.pages import POOL
+from zerohvd.torch.pages import POOL, Range, borrow
 from zerohvd.torch.shard_memory import ShardMemory
 
 # A bucket of the user's travels in this many parts, each a bucket of the layout. Of these, two may
@@ -36,6 +36,7 @@ class _Pending:
     bucket: int
     sent: torch.Tensor  # the whole local gradient
     exchange: Exchange
+    borrowed: Range | None  # the memory behind it, unless that is the heap's
 
 
 class GradReducer:
@@ -79,6 +80,7 @@ class GradReducer:
             for slots in layout.slots_of
         ]
         self._flats: list[torch.Tensor | None] = [None] * len(layout.buckets)
+        self._borrowed: dict[int, Range] = {}  # behind flats
         self._filled: list[set[int]] = [set() for _ in layout.buckets]
         self._pending: deque[_Pending] = deque()
         self.shards = [None] * len(layout.buckets)
@@ -175,7 +177,7 @@ class GradReducer:
             )
         if self._stage < 2:
             self._keep_shard_in(b, bucket, source)
-        self._pending.append(_Pending(b, sent, exchange))
+        self._pending.append(_Pending(b, sent, exchange, self._borrowed.pop(b, None)))
 
     def finish(self, b: int | None = None) -> None:
         """Wait until bucket `b` has been reduced, or all of them."""
@@ -194,6 +196,9 @@ class GradReducer:
         backward pass allocates from what it frees of those."""
         self.shards = [None] * len(self._layout.buckets)
         self._flats = [None] * len(self._layout.buckets)
+        for range_ in self._borrowed.values():
+            range_.free()
+        self._borrowed = {}
         self.memory.drop()
         if self._stage < 3:
             POOL.trim()  # nothing will be gathered into these pages
@@ -279,12 +284,25 @@ class GradReducer:
             chain = [i for i, _ in self._layout.slots_of[bucket.slots[0].param]]
             chain = chain if len(bucket.slots) == 1 else [b]
         lengths = [self._layout.buckets[i].padded for i in chain]
-        for i, flat in zip(chain, like.new_empty(sum(lengths)).split(lengths), strict=True):
+        whole = self._borrow(b, like) if self._stage >= 3 else None
+        whole = like.new_empty(sum(lengths)) if whole is None else whole
+        for i, flat in zip(chain, whole.split(lengths), strict=True):
             zero_padding(flat, self._layout.buckets[i])
             self._flats[i] = flat
         allocated = self._flats[b]
         assert allocated is not None
         return allocated
+
+    def _borrow(self, b: int, like: torch.Tensor) -> torch.Tensor | None:
+        """Memory for a bucket's full gradient, of what units have left: when a backward pass
+        begins, the heap is full of activations."""
+        if like.device.type != "cpu":
+            return None
+        range_ = borrow(self._layout.buckets[b].padded * like.element_size())
+        if range_ is None:
+            return None
+        self._borrowed[b] = range_
+        return range_.tensor.view(like.dtype)
 
     def _view_of(self, index: int) -> torch.Tensor:
         """The parameter's gradient inside the flat buffers of stages 0 and 1."""
@@ -307,6 +325,8 @@ class GradReducer:
             shard = self.shards[b] = self._new_shard(b, pending.exchange.scratch)
         _combine(shard, pending.exchange.parts, self._factors.after, add=self._fresh[b])
         self._fresh[b] = True
+        if pending.borrowed is not None:
+            pending.borrowed.free()
 
     def _new_shard(self, b: int, scratch: torch.Tensor) -> torch.Tensor:
         """Memory for the sum; what has been received from the one other rank will do."""
