@@ -85,11 +85,24 @@ class Units:
         of = {p: unit for unit, plan in self._planned() for _, p in plan.params}
         for unit in [*reversed(self.all[1:]), self.root]:
             members = [n for n in named if of.get(n.param) is unit]
-            if members:
-                yield members, self._memory(unit)
+            for part in self._ends(members) if unit is self.root else [members]:
+                if part:
+                    yield part, self._memory(unit)
         small = [n for n in named if n.param not in of]
         if small:
             yield small, None
+
+    def _ends(self, members: Sequence[NamedParam]) -> list[list[NamedParam]]:
+        """The root's, apart: what the model has behind its units, and the others. Gradients of the
+        first, of a head, should not have to wait for those of the others, of an embedding."""
+        params = list(self.root.module.parameters())
+        inside = {p for plan in self._plan.units[1:] for _, p in plan.params}
+        last = max((i for i, p in enumerate(params) if p in inside), default=-1)
+        behind = set(params[last + 1 :])
+        return [
+            [n for n in members if n.param in behind],
+            [n for n in members if n.param not in behind],
+        ]
 
     def shard_rest(self, taken: Collection[nn.Parameter]) -> None:
         """Shard what no section has taken: frozen parameters."""

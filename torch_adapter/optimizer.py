@@ -77,7 +77,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._wire = wire
         self._factors = divide_factors(average, collectives.size, predivide)
         self._average = average
-        self._rounds = Rounds(stage=config.stage, passes=passes)
+        self._rounds = Rounds(
+            collectives, stage=config.stage, passes=passes, prefix=self._prefix
+        )
         self.units = None if units is None else units(collectives, self._prefix)
         wait = None if self.units is None else self.units.waiting.wait
         self._entry = Entry(collectives, f"{self._prefix}/agree", wait)

@@ -8,6 +8,9 @@ counts as zero, so a rank with unused parameters, or without a batch, keeps nobo
 
 from __future__ import annotations
 
+import torch
+
+from zerohvd.torch.collectives import LocalCollectives, TorchCollectives
 from zerohvd.torch.sharding import ShardedParams
 
 # Seconds that a backward pass waits for other ranks, once a step, before it goes on without.
@@ -21,8 +24,19 @@ class Rounds:
         weight: What this rank's gradients are multiplied with on their way out.
     """
 
-    def __init__(self, *, stage: int, passes: int) -> None:
+    def __init__(
+        self,
+        collectives: TorchCollectives | LocalCollectives,
+        *,
+        stage: int,
+        passes: int,
+        prefix: str,
+    ) -> None:
+        self._collectives = collectives
+        self._name = f"{prefix}/order"
         self._sections: list[ShardedParams] = []
+        self._order: list[int] = []  # in which sections are sent
+        self._seen: list[int] | None = []  # in which they were complete; None: the order is known
         self._stage = stage
         self.passes = passes
         self.begin_step()
@@ -31,6 +45,8 @@ class Rounds:
         """More parameters; returns the number to report their gradients under."""
         self._sections.append(section)
         self._ready.append([])
+        self._order.append(len(self._order))
+        self._seen = []
         section.schedule.start_round(section.frozen())
         return len(self._sections) - 1
 
@@ -69,6 +85,8 @@ class Rounds:
         section = self._sections[number]
         section.reducer.take(index)
         self._ready[number].extend(section.schedule.ready(index))
+        if self._seen is not None and section.schedule.finished:
+            self._seen.append(number)
         self._dispatch()
 
     def accumulated(self, number: int, index: int) -> None:
@@ -96,6 +114,20 @@ class Rounds:
         """Send all that is left of the step."""
         for _ in range(self._done, self.passes if self._stage >= 2 else 1):
             self._finish_round()
+        self._learn_order()
+
+    def _learn_order(self) -> None:
+        """From the first step on, sections are sent in the order in which the first rank had them
+        complete: a head, for one, long before the embedding that is in the same unit."""
+        if self._seen is None or len(self._order) < 2:
+            return
+        # Twice in several passes; not at all where a section is not used.
+        order = list(dict.fromkeys([*self._seen, *self._order]))
+        said = torch.tensor([len(self._seen), *order])
+        if isinstance(self._collectives, TorchCollectives):
+            self._collectives.broadcast_in_place(said, name=self._name)
+        seen, *self._order = said.tolist()
+        self._seen = None if seen else []
 
     # -- between two passes ------------------------------------------------------------------------
 
@@ -140,10 +172,12 @@ class Rounds:
 
     def _dispatch(self) -> None:
         """Send what is ready, section after section: one order for all ranks."""
-        for number, (section, ready) in enumerate(zip(self._sections, self._ready, strict=True)):
+        sections = [self._sections[number] for number in self._order]
+        for place, section in enumerate(sections):
+            ready = self._ready[self._order[place]]
             section.reducer.weight = self.weight
             # Full gradients of two sections, which are units at stage 3, are under way at most.
-            for earlier in self._sections[: number - 1] if ready and number > 1 else ():
+            for earlier in sections[: place - 1] if ready and place > 1 else ():
                 if not earlier.reducer.settle(self._patience):
                     self._patience = 0.0
             while ready:

@@ -23,6 +23,7 @@ from training import (
 )
 
 import zerohvd.torch as zero
+from zerohvd.torch.reducer import GradReducer
 
 DIM = 8
 needs_ranks = pytest.mark.skipif(hvd.size() == 1, reason="one rank holds everything")
@@ -122,6 +123,45 @@ def test_units_that_match_nothing_are_an_error():
         zero.DistributedOptimizer(adamw(model.parameters()), stage=3)
     with pytest.raises(ValueError, match="stage=3 only"):
         zero.zeroify(model, adamw(model.parameters()), stage=2, units=Block)
+
+
+class Untied(Blocks):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(DIM, 11, bias=False)
+
+
+class HeadOfTheFirstRank(Untied):
+    """The other ranks have no gradients of the head, which come first, ever."""
+
+    def forward(self, tokens):
+        x = self.body(self.embed(tokens))
+        return self.head(x) if hvd.rank() == 0 else F.pad(x, (0, 3))
+
+
+@needs_ranks
+@pytest.mark.parametrize("cls", [Untied, HeadOfTheFirstRank])
+def test_gradients_of_a_head_leave_before_those_of_the_blocks(cls, monkeypatch):
+    sent, send = [], GradReducer.send
+
+    def noted(self, b):
+        sent[-1].extend(
+            self._layout.params[slot.param].name for slot in self._layout.buckets[b].slots
+        )
+        send(self, b)
+
+    def step(model, number):
+        sent.append([])
+        loss_of(model, batch(number, hvd.rank())).backward()
+
+    monkeypatch.setattr(GradReducer, "send", noted)
+    assert_trains_like_stage_2(cls, step=step)
+    steps = sent[1::2]
+    assert steps[0].index("head.weight") > steps[0].index("blocks.0.up.weight")
+    for names in steps[1:]:
+        assert names[0] == "head.weight"
+        assert names.index("embed.weight") > names.index("blocks.0.up.weight")
+    assert len({str(s) for s in hvd.allgather_object(steps)}) == 1
 
 
 @needs_ranks
