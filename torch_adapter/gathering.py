@@ -319,6 +319,10 @@ class Units:
         if self._steps <= _FIRST_STEPS:
             heap.give_back()
 
+    def rest(self) -> None:
+        """After the step: gradients that were still on their way have left pages behind."""
+        POOL.trim()
+
     def of(self, params: Iterable[nn.Parameter]) -> list[Unit]:
         """The units that hold any of these parameters, in order."""
         wanted = set(params)

@@ -427,6 +427,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         waves.run(planned, self.inner, self.offload, synchronized=self._synchronized)
         for section in self._sections:
             section.reducer.drop_full()
+        if self.units is not None:
+            self.units.rest()
         self._note_written()
 
     def _gather(self) -> None:

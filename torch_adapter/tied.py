@@ -108,7 +108,7 @@ class _Pair:
         node, index = edge
         if self._uses == 2:  # the last one used has the first gradient
             node.register_hook(lambda grads, _: self._take(grads, index))
-        elif node.name() == "EmbeddingBackward0":
+        elif node.name() == "EmbeddingBackward0" and not _saves_elsewhere():
             node.register_prehook(self._add_rows)
 
     def _take(self, grads: tuple[torch.Tensor | None, ...], index: int) -> Any:
@@ -130,7 +130,8 @@ class _Pair:
         if grad is None or self._aside is None or self._is_of_another_pass() or node._saved_sparse:
             return None
         words, places = node._saved_indices.unique(return_inverse=True)
-        padding = (words == node._saved_padding_idx).nonzero()
+        nobody = node._saved_padding_idx >= 1 << 63  # -1, as an unsigned number
+        padding = () if nobody else (words == node._saved_padding_idx).nonzero()
         rows = torch.ops.aten.embedding_dense_backward(
             grad,
             places,
@@ -169,6 +170,12 @@ class _Pair:
             self._task = torch._C._current_graph_task_id()
             for hook in list(param._post_accumulate_grad_hooks.values()):
                 hook(param)
+
+
+def _saves_elsewhere() -> bool:
+    """Whether what autograd saves goes through hooks, as of a checkpoint, which give it back
+    once and not twice."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def _modules_with(params: Collection[nn.Parameter]) -> dict[nn.Parameter, list[nn.Module]]:

@@ -87,6 +87,12 @@ class HeadRecomputed(Tied):
         return checkpoint(self.head, x, use_reentrant=False)
 
 
+class EmbeddingRecomputed(Tied):
+    def forward(self, tokens):
+        x = checkpoint(lambda t: self.body(self.embed(t)), tokens, use_reentrant=False)
+        return self.head(x)
+
+
 class BodyRecomputed(Tied):
     def forward(self, tokens):
         return self.head(checkpoint(self.body, self.embed(tokens), use_reentrant=True))
@@ -205,7 +211,10 @@ def test_what_others_keep_of_the_first_gradient_stays_as_it_is(what):
     assert kept[0].count_nonzero()
 
 
-@pytest.mark.parametrize("cls", [EmbeddingTwice, HeadWithBias, HeadRecomputed, BodyRecomputed])
+ODD_USES = [EmbeddingTwice, HeadWithBias, HeadRecomputed, EmbeddingRecomputed, BodyRecomputed]
+
+
+@pytest.mark.parametrize("cls", ODD_USES)
 def test_other_ways_to_use_it(cls):
     assert_trains_alike(one_step, cls)
 
