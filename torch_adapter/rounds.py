@@ -172,13 +172,12 @@ class Rounds:
 
     def _dispatch(self) -> None:
         """Send what is ready, section after section: one order for all ranks."""
-        sections = [self._sections[number] for number in self._order]
-        for place, section in enumerate(sections):
-            ready = self._ready[self._order[place]]
+        for place, number in enumerate(self._order):
+            section, ready = self._sections[number], self._ready[number]
             section.reducer.weight = self.weight
             # Full gradients of two sections, which are units at stage 3, are under way at most.
-            for earlier in sections[: place - 1] if ready and place > 1 else ():
-                if not earlier.reducer.settle(self._patience):
+            for earlier in self._order[: place - 1] if ready and place > 1 else ():
+                if not self._sections[earlier].reducer.settle(self._patience):
                     self._patience = 0.0
             while ready:
                 # With enough buckets under way, wait for the other ranks, which keeps memory low;
