@@ -148,12 +148,13 @@ class TorchCollectives(HorovodCollectives):
     def gather_into(
         self, out: torch.Tensor, own: torch.Tensor, lengths: Sequence[int], *, name: str
     ) -> Handle:
-        """An allgather of `own`, this rank's part, into `out`, which lies elsewhere."""
+        """An allgather of `own`, this rank's part, into `out`. Of two ranks or one, `own` may lie
+        in its place there; else it must lie elsewhere."""
         moved = own.numel() * own.element_size() * (self.size - 1)
         self._note(name, "allgather", out, moved=moved)
         if self.size == 2:
             parts = out.split(list(lengths))
-            parts[self.rank].copy_(own)
+            _put(own, parts[self.rank])
             splits = [0, own.numel()] if self.rank == 0 else [own.numel(), 0]
             return self._alltoall_start(own, splits, parts[1 - self.rank], name)
         started = mpi_ops._allgather_async(_wire(own), _wire(out), name, self._set)
@@ -169,6 +170,11 @@ class TorchCollectives(HorovodCollectives):
         self._note(name, "allreduce", x)
         started = mpi_ops.allreduce_async_(x, op=self._ops[op], name=name, process_set=self._set)
         return _HorovodHandle(started)
+
+
+def _put(part: torch.Tensor, place: torch.Tensor) -> None:
+    if part.data_ptr() != place.data_ptr():
+        place.copy_(part)
 
 
 class LocalCollectives(SingleProcess):
@@ -190,7 +196,7 @@ class LocalCollectives(SingleProcess):
     def gather_into(
         self, out: torch.Tensor, own: torch.Tensor, lengths: Sequence[int], *, name: str
     ) -> Handle:
-        out.copy_(own)
+        _put(own, out)
         return _Done()
 
     def allreduce_start(self, x: torch.Tensor, op: str = "sum", *, name: str) -> Handle:

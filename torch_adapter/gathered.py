@@ -45,6 +45,9 @@ def gathered(
     """
     params = _parameters(what)
     held = _hold(params)
+    parts = [part for _, members in held for unit in members for part in unit.parts]
+    for part in parts:
+        part.guard()
     try:
         with torch.no_grad() if writable else contextlib.nullcontext():
             yield
@@ -53,6 +56,8 @@ def gathered(
         else:
             _refuse_writes(held)
     finally:
+        for part in parts:
+            part.unguard()
         for units, members in held:
             units.let_go(members)
 
@@ -89,12 +94,12 @@ def _publish(
     params: Iterable[nn.Parameter], held: Iterable[tuple[Units, list[Unit]]], root: int
 ) -> None:
     sharded = set()
-    for units, members in held:
+    for _, members in held:
         for unit in members:
             sharded.update(unit.params)
             for part in unit.parts:
                 part.broadcast(root)
-                part.keep(units.collectives.rank)
+                part.keep()
     for index, param in enumerate(p for p in params if p not in sharded):
         if hvd.size() > 1 and param.numel():
             value = param.data.contiguous()
@@ -105,7 +110,7 @@ def _publish(
 
 def _refuse_writes(held: Iterable[tuple[Units, list[Unit]]]) -> None:
     for units, members in held:
-        name = _written(units, members)
+        name = _written(members)
         # A rank sees a write in its own part only; all of them have to stop.
         seen = torch.tensor([0.0 if name is None else 1.0])
         handle = units.collectives.allreduce_start(seen, "max", name=f"{units.prefix}/read")
@@ -118,9 +123,9 @@ def _refuse_writes(held: Iterable[tuple[Units, list[Unit]]]) -> None:
             )
 
 
-def _written(units: Units, members: list[Unit]) -> str | None:
+def _written(members: list[Unit]) -> str | None:
     for part in (part for unit in members for part in unit.parts):
-        index = part.changed(units.collectives.rank)
+        index = part.changed()
         if index is not None:
             return part.layout.params[index].name
     return None

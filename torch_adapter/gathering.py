@@ -6,8 +6,9 @@
     backward                                  u2 ......... u1 ......... u0 ......... root
 
 A unit is freed when the next one is entered, so two units at most are whole at a time: the one at
-work and the one that is being gathered ahead. The root is whole from its forward pass to where
-the backward pass no longer needs it.
+work and the one that is being gathered ahead. The last two of a forward pass wait for the backward
+pass, which begins with them. The root is whole from its forward pass to where the backward pass no
+longer needs it.
 """
 
 from __future__ import annotations
@@ -168,7 +169,9 @@ class Units:
             self._forget_backward()
         if unit is self.root and not unit.depth and not in_backward:
             self._forward.restart()
-        self._free_idle(unit)
+        # With the last unit, the backward pass begins; the one before it comes next there.
+        if in_backward or not torch.is_grad_enabled() or not self._forward.is_last(unit):
+            self._free_idle(unit)
         unit.depth += 1
         use = Use(self._tick())
         try:
@@ -235,8 +238,10 @@ class Units:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         again = torch.is_grad_enabled()  # create_graph=True: there will be a backward of this
         if unit is not self.root and not again:
+            following = self._backward.expected(unit)
             for other in self.all[1:]:
-                if other is not unit and other.state == WHOLE:
+                still_whole = other is following and other.backward is None
+                if other is not unit and other.state == WHOLE and not still_whole:
                     self._free_if_done(other, use)
             if self._free_early(self.root):
                 self._trim_to_gradients()  # the units that come now have pages of their own

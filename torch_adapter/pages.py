@@ -13,7 +13,7 @@ import mmap
 import os
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,10 @@ _NO_ACCESS = 0
 _DONTNEED = 4
 _HUGE_PAGES = 14
 _HUGE = 2 << 20
-_MOST_IDLE = 2 << 30  # a process can have so many mappings, and each piece may become one
+# A process can have 65530 mappings. Each idle piece may become one; each part that is kept, and
+# what comes and goes beside it, three each: huge pages are mappings of their own.
+_MOST_IDLE = 2 << 30
+_MOST_KEPT = 5_000
 _FIXED, _NORESERVE = 0x10, 0x4000
 _MOVE = 1 | 2 | 4  # may move, to a fixed place, and the old range stays reserved
 
@@ -60,44 +63,69 @@ def is_counted() -> bool:
     return is_limited(resource.RLIMIT_DATA, resource.RLIMIT_AS)
 
 
-def _ask_for_huge_pages(address: int, nbytes: int) -> None:
+def _ask_for_huge_pages(start: int, stop: int) -> None:
     """Where the system has them for those who ask: one fault in the place of 512."""
     assert LIBC is not None
-    inside = nbytes // _HUGE * _HUGE  # a huge page at the end could be mostly waste
-    if inside:
-        LIBC.madvise(address, inside, _HUGE_PAGES)
+    # Whole ones only: the others could be mostly waste, or could not be moved.
+    start, stop = _rounded_up(start, _HUGE), stop // _HUGE * _HUGE
+    if start < stop:
+        LIBC.madvise(start, stop - start, _HUGE_PAGES)
 
 
 class Range:
     """A range of addresses, with or without memory behind it; without at first."""
 
-    def __init__(self, nbytes: int, pool: Pool) -> None:
-        self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    parts = 0  # that are kept, of all ranges
+
+    def __init__(self, nbytes: int, pool: Pool, kept: Sequence[tuple[int, int]] = ()) -> None:
+        """
+        Args:
+            kept: Parts, by their first byte and the one behind, that have memory for ever.
+        """
+        self.nbytes = _rounded_up(nbytes, mmap.PAGESIZE)
+        loose = _between([part for part in kept if part[0] < part[1]], self.nbytes)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
-        held = mmap.mmap(-1, self.nbytes + _HUGE, flags=flags, prot=_READ_WRITE)
+        self._held = mmap.mmap(-1, self.nbytes + _HUGE, flags=flags, prot=_READ_WRITE)
         # The tensor keeps the mapping alive, and views of it keep the tensor's storage.
-        first = torch.frombuffer(held, dtype=torch.uint8).data_ptr()
-        self.tensor = torch.frombuffer(
-            held, dtype=torch.uint8, count=nbytes, offset=-first % _HUGE
-        )
+        first = torch.frombuffer(self._held, dtype=torch.uint8).data_ptr()
+        self._offset = (_best_place(loose) - first) % _HUGE
+        self.tensor = self._part(0, nbytes)
         self.address = self.tensor.data_ptr()
-        _ask_for_huge_pages(self.address, self.nbytes)
         # What cannot be written to counts as nobody's memory.
         assert LIBC is not None
-        LIBC.mprotect(first, self.nbytes + _HUGE, _NO_ACCESS)
+        if LIBC.mprotect(first, self.nbytes + _HUGE, _NO_ACCESS):
+            raise _no_memory(self.nbytes)
+        for start, stop in _between(loose, self.nbytes):
+            if LIBC.mprotect(self.address + start, stop - start, _READ_WRITE):
+                raise _no_memory(stop - start)
+            _ask_for_huge_pages(self.address + start, self.address + stop)
+        self.pieces: list[Piece] = []
+        for start, stop in loose:
+            _ask_for_huge_pages(self.address + start, self.address + stop)
+            self.pieces += _cut(self.address + start, self.address + stop)
+        self.kept = [self._part(start, stop - start) for start, stop in kept]
+        Range.parts += len(self.kept)
         self._pool = pool
         self.there = False
+
+    def __del__(self) -> None:
+        Range.parts -= len(getattr(self, "kept", ()))
+
+    def _part(self, start: int, nbytes: int) -> torch.Tensor:
+        """Bytes of the range, as a tensor with a storage of its own."""
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8)
+        offset = self._offset + start
+        return torch.frombuffer(self._held, dtype=torch.uint8, count=nbytes, offset=offset)
 
     @property
     def storage(self) -> torch.UntypedStorage:
         return self.tensor.untyped_storage()
 
     @property
-    def pieces(self) -> Iterator[Piece]:
-        """Huge pages, and the rest at the end."""
-        end = self.address + self.nbytes
-        for address in range(self.address, end, _HUGE):
-            yield Piece(address, min(_HUGE, end - address))
+    def loose(self) -> int:
+        """Bytes that come and go, but for rests of pages."""
+        return self.tensor.nbytes - sum(part.nbytes for part in self.kept)
 
     def allocate(self) -> None:
         """Have memory, with whatever may stand in it."""
@@ -112,11 +140,46 @@ class Range:
             self.there = False
 
 
+def _rounded_up(nbytes: int, step: int) -> int:
+    return -(-nbytes // step) * step
+
+
+def _between(parts: Sequence[tuple[int, int]], nbytes: int) -> list[tuple[int, int]]:
+    """The whole pages of a range of `nbytes` that none of these parts has a byte in."""
+    found, free = [], 0
+    for start, stop in sorted(parts):
+        start = start // mmap.PAGESIZE * mmap.PAGESIZE
+        if free < start:
+            found.append((free, start))
+        free = max(free, _rounded_up(stop, mmap.PAGESIZE))
+    return [*found, (free, nbytes)] if free < nbytes else found
+
+
+def _best_place(loose: Sequence[tuple[int, int]]) -> int:
+    """Where a range should begin, counted from a huge page's beginning, for the parts that come
+    and go to be as many huge pages as they can: only those fit into every other range."""
+
+    def huge_pages(place: int) -> int:
+        return sum(
+            max(0, (place + stop) // _HUGE - _rounded_up(place + start, _HUGE) // _HUGE)
+            for start, stop in loose
+        )
+
+    return max([0, *(-start % _HUGE for start, _ in loose)], key=huge_pages)
+
+
 class Piece(NamedTuple):
-    """Memory that is moved at once."""
+    """Memory that is moved at once: a huge page, or what is left at an end."""
 
     address: int
     nbytes: int
+
+
+def _cut(start: int, stop: int) -> Iterator[Piece]:
+    while start < stop:
+        end = min(stop, (start // _HUGE + 1) * _HUGE)
+        yield Piece(start, end - start)
+        start = end
 
 
 class Pool:
@@ -161,7 +224,8 @@ class Pool:
     def trim(self, keep: int = 0) -> None:
         """Give what is idle back to the system, but for about `keep` bytes."""
         surplus = self.nbytes - keep
-        for nbytes, pieces in self._idle.items():
+        for nbytes in sorted(self._idle):  # huge pages last: they fit everywhere
+            pieces = self._idle[nbytes]
             while pieces and surplus > 0:
                 address, owner = pieces.popitem()
                 _empty(Piece(address, nbytes))
@@ -181,9 +245,9 @@ def _empty(piece: Piece) -> None:
 
 def _append(moves: list[tuple[int, Piece]], donor: int, piece: Piece) -> None:
     """One more move; of neighbours to neighbours, it is one with the last."""
-    if moves:
+    if moves and piece.nbytes == _HUGE:  # others are mappings of their own
         address, (target, nbytes) = moves[-1]
-        if address + nbytes == donor and target + nbytes == piece.address:
+        if (address + nbytes, target + nbytes, nbytes % _HUGE) == (donor, piece.address, 0):
             moves[-1] = address, Piece(target, nbytes + piece.nbytes)
             return
     moves.append((donor, piece))
@@ -217,7 +281,8 @@ class Resized:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.nbytes = nbytes
+        self.loose = nbytes
+        self.kept: list[torch.Tensor] = []
         self.free()
 
     @property
@@ -230,7 +295,7 @@ class Resized:
 
     def allocate(self) -> None:
         if not self.there:
-            self.storage.resize_(self.nbytes)
+            self.storage.resize_(self.loose)
 
     def free(self) -> None:
         self.storage.resize_(0)
@@ -245,10 +310,17 @@ def keeps_addresses() -> bool:
     return LIBC is not None and not is_limited(resource.RLIMIT_AS)
 
 
-def make(nbytes: int, device: torch.device) -> Range | Resized:
-    """Memory that can be freed and had again."""
+def can_keep(parts: int, device: torch.device) -> bool:
+    """Whether memory for this device can be freed but for so many parts of it."""
+    return device.type == "cpu" and keeps_addresses() and Range.parts + parts <= _MOST_KEPT
+
+
+def make(
+    nbytes: int, device: torch.device, kept: Sequence[tuple[int, int]] = ()
+) -> Range | Resized:
+    """Memory that can be freed and had again, but for the parts that are kept."""
     if device.type == "cpu" and keeps_addresses() and nbytes:
-        return Range(nbytes, POOL)
+        return Range(nbytes, POOL, kept)
     return Resized(nbytes, device)
 
 

@@ -22,14 +22,24 @@ class Order:
 
     def after(self, unit: Any) -> Any:
         """Note that `unit` is needed now; the one that will be needed next, None if unknown."""
-        place = len(self._now)
-        if place and self._now[-1] is unit:
-            place -= 1  # needed again at once: nothing new
-        else:
+        place = self._place(unit)
+        if place == len(self._now):
             if place >= LONGEST:
                 self.restart()
-                place = 0
             self._now.append(unit)
-        if place + 1 < len(self._last) and self._last[place] is unit:
-            return self._last[place + 1]
-        return None
+        return self.expected(unit)
+
+    def expected(self, unit: Any) -> Any:
+        """What will be needed after `unit`, which is needed now; None if unknown."""
+        place = self._place(unit)
+        known = place + 1 < len(self._last) and self._last[place] is unit
+        return self._last[place + 1] if known else None
+
+    def is_last(self, unit: Any) -> bool:
+        """Whether nothing will be needed after `unit`, which is needed now; no if unknown."""
+        place = self._place(unit)
+        return place + 1 == len(self._last) and self._last[place] is unit
+
+    def _place(self, unit: Any) -> int:
+        again = bool(self._now) and self._now[-1] is unit  # needed again at once: nothing new
+        return len(self._now) - again

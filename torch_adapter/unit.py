@@ -103,7 +103,7 @@ class Unit:
         self.finish(units.waiting)
         if self.state == SHARDED:
             for part in self.parts:
-                part.put(units.collectives.rank)
+                part.put()
                 part.show()
             self.state = WHOLE
         self.held += 1
@@ -111,7 +111,7 @@ class Unit:
     def close(self, units: Units) -> None:
         """Keep this rank's part of what has been written. The rest may be what it wants."""
         for part in self.parts:
-            part.keep(units.collectives.rank)
+            part.keep()
         self.held -= 1
         if self.held or self.depth:
             raise RuntimeError(f"the parameters of {self.name!r} were loaded while in use")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -25,7 +26,7 @@ class UnitFlats:
     """
 
     flats: list[torch.Tensor]  # per bucket: 1-D, padded; without bytes while sharded
-    shards: list[torch.Tensor]  # per bucket: 1-D, this rank's part
+    shards: list[torch.Tensor]  # per bucket: 1-D, this rank's part; may lie inside of the flat
     memories: list[pages.Range | pages.Resized]  # the allocations behind `flats`
 
     def __init__(
@@ -43,6 +44,7 @@ class UnitFlats:
                 whose values everyone gets.
         """
         self.layout = layout
+        self._rank = rank
         self._collectives = collectives
         self._prefix = prefix
         self._lengths = [[span.length for span in b.spans()] for b in layout.buckets]
@@ -53,11 +55,14 @@ class UnitFlats:
         self._members = [
             (i, p) for i, p in enumerate(params) if layout.slots_of[i]
         ]  # empty parameters have nothing to shard
+        self._inside: set[int] = set()  # buckets whose shard lies in the flat, never to be copied
+        self._guards = 0
+        self._guarded: dict[int, torch.Tensor] = {}  # values of such shards, by bucket
         self._allocate(params)
         self._views = {i: self._view(i, p) for i, p in self._members}
         self._stand_ins = {i: hidden.stand_in(v) for i, v in self._views.items()}
         self._fill(fill, rank)
-        self._share(rank)
+        self._share()
         for index, param in self._members:
             if param.is_meta:
                 embody(param, self._views[index])
@@ -73,6 +78,7 @@ class UnitFlats:
     def _allocate(self, params: Sequence[torch.nn.Parameter]) -> None:
         buckets = self.layout.buckets
         self.flats = [torch.empty(0)] * len(buckets)
+        self.shards = list(self.flats)
         self.memories = []
         alike: dict[tuple[str, torch.device], list[int]] = {}
         for bucket in buckets:
@@ -81,13 +87,30 @@ class UnitFlats:
         for (dtype, device), indices in alike.items():
             lengths = [buckets[b].padded for b in indices]
             like = torch.empty(0, dtype=arrays.dtype_of(dtype), device=device)
-            memory = pages.make(sum(lengths) * like.element_size(), device)
+            starts = itertools.accumulate(lengths, initial=0)
+            spans = [
+                buckets[b].span(self._rank).shift(start)
+                for b, start in zip(indices, starts, strict=False)
+            ]
+            size = like.element_size()
+            kept = [(span.start * size, span.stop * size) for span in spans]
+            # An allgather of Horovod must not read where it writes; two ranks send to each other.
+            inside = self._collectives.size <= 2 and pages.can_keep(len(kept), device)
+            memory = pages.make(sum(lengths) * size, device, kept if inside else ())
             memory.allocate()
             whole = like.set_(memory.storage, 0, (sum(lengths),))
             whole.zero_()  # padding is zero for ever, as every rank's part of it is
             for b, flat in zip(indices, whole.split(lengths), strict=True):
                 self.flats[b] = flat
+            for b, part in zip(indices, memory.kept, strict=False):
+                self.shards[b] = part.view(like.dtype)
+                self._inside.add(b)
             self.memories.append(memory)
+
+    def _own(self, b: int) -> torch.Tensor:
+        """This rank's part of the whole."""
+        span = self.layout.buckets[b].span(self._rank)
+        return self.flats[b][span.start : span.stop]
 
     def _view(self, index: int, param: torch.nn.Parameter) -> torch.Tensor:
         b, slot = self.layout.slots_of[index][0]
@@ -113,14 +136,13 @@ class UnitFlats:
                 f"{', '.join(p.name for p in self.layout.params[:3])}, ... See its error"
             )
 
-    def _share(self, rank: int) -> None:
+    def _share(self) -> None:
         """Everyone gets the first rank's values, and keeps a part."""
-        self.shards = []
         for b, flat in enumerate(self.flats):
             if isinstance(self._collectives, TorchCollectives):
                 self._collectives.broadcast_in_place(flat, name=f"{self._prefix}/b{b}/init")
-            span = self.layout.buckets[b].span(rank)
-            self.shards.append(flat[span.start : span.stop].clone())
+            if b not in self._inside:
+                self.shards[b] = self._own(b).clone()
 
     def shard(self, b: int, rank: int) -> torch.Tensor:
         return self.shards[b]
@@ -166,18 +188,33 @@ class UnitFlats:
         for memory in self.memories:
             memory.free()
 
-    def keep(self, rank: int) -> None:
-        """Take this rank's part of what stands in the whole."""
-        for b, (flat, shard) in enumerate(zip(self.flats, self.shards, strict=True)):
-            span = self.layout.buckets[b].span(rank)
-            shard.copy_(flat[span.start : span.stop])
+    def guard(self) -> None:
+        """From now on, what is written into the whole is kept by `keep` and by nothing else."""
+        self._guards += 1
+        if self._guards == 1:
+            self._guarded = {b: self.shards[b].clone() for b in self._inside}
 
-    def put(self, rank: int) -> None:
+    def unguard(self) -> None:
+        self._guards -= 1
+        if not self._guards:
+            for b, values in self._guarded.items():
+                self.shards[b].copy_(values)
+            self._guarded = {}
+
+    def keep(self) -> None:
+        """Take this rank's part of what stands in the whole."""
+        for b, shard in enumerate(self.shards):
+            if b not in self._inside:
+                shard.copy_(self._own(b))
+            elif b in self._guarded:
+                self._guarded[b].copy_(shard)
+
+    def put(self) -> None:
         """Bytes for the whole with this rank's part in place: for loading, without others."""
         self.allocate()
-        for b, (flat, shard) in enumerate(zip(self.flats, self.shards, strict=True)):
-            span = self.layout.buckets[b].span(rank)
-            flat[span.start : span.stop] = shard
+        for b, shard in enumerate(self.shards):
+            if b not in self._inside:
+                self._own(b).copy_(shard)
 
     def broadcast(self, root: int) -> None:
         """Everyone gets the whole of rank `root`."""
@@ -187,14 +224,11 @@ class UnitFlats:
                     flat, root, name=f"{self._prefix}/b{b}/written"
                 )
 
-    def changed(self, rank: int) -> int | None:
-        """Index of a parameter of which this rank's part is no longer that of its shard."""
-        for b, (flat, shard) in enumerate(zip(self.flats, self.shards, strict=True)):
-            span = self.layout.buckets[b].span(rank)
-            same = torch.equal(
-                flat[span.start : span.stop].view(torch.uint8), shard.view(torch.uint8)
-            )
-            if not same:
+    def changed(self) -> int | None:
+        """Index of a parameter of which this rank's part is no longer what is to be kept."""
+        for b, shard in enumerate(self.shards):
+            kept = self._guarded.get(b, shard)
+            if not torch.equal(self._own(b).view(torch.uint8), kept.view(torch.uint8)):
                 return self.layout.buckets[b].slots[0].param
         return None
 
@@ -221,8 +255,8 @@ class UnitFlats:
 
     @property
     def gathered_nbytes(self) -> int:
-        """Of what is there of the whole now."""
-        return sum(memory.nbytes for memory in self.memories if memory.there)
+        """Of what is there of the whole now, besides shards inside of it."""
+        return sum(memory.loose for memory in self.memories if memory.there)
 
 
 def _real_device(param: torch.nn.Parameter) -> torch.device:

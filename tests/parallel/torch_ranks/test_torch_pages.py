@@ -67,6 +67,68 @@ def test_values_stay_whatever_happens_to_other_ranges(steps):
             assert not range_.there or range_.tensor.eq(other).all()
 
 
+@st.composite
+def ranges_with_kept_parts(draw):
+    """Bytes of a range, and cuts: of the parts between them, every other one is kept."""
+    nbytes = draw(st.sampled_from(SIZES))
+    cuts = sorted(draw(st.lists(st.integers(0, nbytes), max_size=6)))
+    return nbytes, list(zip(cuts[::2], cuts[1::2], strict=False))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(ranges_with_kept_parts(), min_size=2, max_size=4), st.data())
+def test_parts_that_are_kept_have_their_values_for_ever(wanted, data):
+    pool = pages.Pool()
+    ranges = [pages.Range(nbytes, pool, kept) for nbytes, kept in wanted]
+    for number, range_ in enumerate(ranges):
+        for part in range_.kept:
+            part.fill_(100 + number)
+    for number in data.draw(st.lists(st.integers(0, len(ranges) - 1), max_size=12)):
+        ranges[number].allocate()
+        for other, (range_, (_, kept)) in enumerate(zip(ranges, wanted, strict=True)):
+            for part, (start, stop) in zip(range_.kept, kept, strict=True):
+                assert part.eq(100 + other).all()
+                if range_.there:
+                    assert torch.equal(range_.tensor[start:stop], part), "not in its place"
+        for start, stop in _others(*wanted[number]):
+            ranges[number].tensor[start:stop] = number
+        if data.draw(st.booleans()):
+            ranges[number].free()
+        if data.draw(st.booleans()):
+            pool.trim()
+
+
+def _others(nbytes, kept):
+    ends = [0, *(end for part in kept for end in part), nbytes]
+    return list(zip(ends[::2], ends[1::2], strict=True))
+
+
+def test_only_what_is_not_kept_is_given_to_others(pool):
+    kept = [(0, 3 * HUGE), (5 * HUGE, 6 * HUGE + 4096)]
+    range_ = pages.Range(8 * HUGE, pool, kept)
+    range_.allocate()
+    range_.free()
+    assert pool.nbytes == range_.loose == 4 * HUGE - 4096
+
+
+def test_of_what_is_not_kept_as_much_as_can_be_is_huge_pages(pool):
+    half = 2 * HUGE + 8192  # of a bucket, with a little besides the large weights
+    first = pages.Range(2 * half, pool, [(0, half)])
+    second = pages.Range(2 * half, pool, [(half, 2 * half)])
+    for range_ in (first, second):
+        assert [piece.nbytes for piece in range_.pieces] == [HUGE, HUGE, 8192]
+
+
+def test_a_process_has_only_so_many_mappings(monkeypatch):
+    here = torch.device("cpu")
+    monkeypatch.setattr(pages, "_MOST_KEPT", pages.Range.parts + 2)
+    assert pages.can_keep(2, here) and not pages.can_keep(3, here)
+    range_ = pages.Range(100_000, pages.POOL, [(0, 10), (50_000, 60_000)])
+    assert not pages.can_keep(1, here)
+    del range_
+    assert pages.can_keep(2, here)
+
+
 def test_where_pages_cannot_be_moved_there_are_fresh_ones(pool):
     range_ = pages.Range(2 * HUGE + 4096, pool)
     range_.allocate()

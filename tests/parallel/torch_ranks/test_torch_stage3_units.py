@@ -190,6 +190,20 @@ def test_two_units_and_the_root_are_whole_at_most():
 
 
 @needs_ranks
+def test_the_backward_pass_begins_with_what_the_forward_pass_has_left():
+    model = make_model(cls=lambda: Blocks(depth=5))
+    model, opt = zero.zeroify(model, adamw(model.parameters()), stage=3, persist_below=4)
+    train(model, opt, steps=1)  # in which the order is learned
+    before = [u.gathers for u in opt.units.all]
+    train(model, opt, steps=1)
+    with torch.no_grad():
+        loss_of(model, batch(0, hvd.rank()))  # no backward pass will come
+    gathers = [u.gathers - n for u, n in zip(opt.units.all, before, strict=True)]
+    assert gathers == [1 + 1, 2 + 1, 2 + 1, 2 + 1, 1 + 1, 1 + 1]
+    assert set(states(opt).values()) == {"sharded"}
+
+
+@needs_ranks
 def test_nothing_is_whole_any_more_when_the_last_gradients_are_made():
     model = make_model(cls=Blocks)
     model, opt = zero.zeroify(model, adamw(model.parameters()), stage=3, persist_below=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import horovod.torch as hvd
@@ -92,6 +93,26 @@ def test_writing_without_saying_so_is_an_error():
     assert torch.equal(model.state_dict()["embed.weight"], before)
     with pytest.raises(TypeError, match="module"), zero.gathered("embed"):
         pass
+
+
+def test_a_block_that_fails_has_written_nothing():
+    model, opt = three()
+    before = model.state_dict()
+    with contextlib.suppress(ZeroDivisionError), zero.gathered(model, writable=True):
+        model.embed.weight.fill_(3.0)
+        raise ZeroDivisionError
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    train(model, opt, steps=1)
+    assert_replicated(model)
+
+
+def test_what_an_inner_block_has_written_is_nothing_new_to_the_outer_one():
+    model, _ = three()
+    with zero.gathered(model):
+        with zero.gathered(model.embed, writable=True):
+            model.embed.weight.fill_(3.0)
+        assert (model.embed.weight == 3.0).all()
+    assert (model.state_dict()["embed.weight"] == 3.0).all()
 
 
 @needs_ranks
