@@ -45,10 +45,11 @@ def gathered(
     """
     params = _parameters(what)
     held = _hold(params)
-    parts = [part for _, members in held for unit in members for part in unit.parts]
-    for part in parts:
-        part.guard()
+    guarded = []
     try:
+        for part in (part for _, members in held for unit in members for part in unit.parts):
+            part.guard()
+            guarded.append(part)
         with torch.no_grad() if writable else contextlib.nullcontext():
             yield
         if writable:
@@ -56,7 +57,7 @@ def gathered(
         else:
             _refuse_writes(held)
     finally:
-        for part in parts:
+        for part in guarded:
             part.unguard()
         for units, members in held:
             units.let_go(members)

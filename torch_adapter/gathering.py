@@ -169,8 +169,9 @@ class Units:
             self._forget_backward()
         if unit is self.root and not unit.depth and not in_backward:
             self._forward.restart()
-        # With the last unit, the backward pass begins; the one before it comes next there.
-        if in_backward or not torch.is_grad_enabled() or not self._forward.is_last(unit):
+        # The backward pass begins with the last unit; the one before it comes next there.
+        last = torch.is_grad_enabled() and not in_backward and self._forward.is_last(unit)
+        if not last or any(u.state == COMING and u is not unit and u.idle for u in self.all[1:]):
             self._free_idle(unit)
         unit.depth += 1
         use = Use(self._tick())
@@ -211,13 +212,15 @@ class Units:
         following = order.after(unit)
         with torch.inference_mode(False), torch.no_grad():
             unit.start()
-            if following is not None and self._room_for(following):
+            if following is not None and self._room_for(following, unit):
                 following.start()
             unit.finish(self.waiting)
 
-    def _room_for(self, unit: Unit) -> bool:
-        """Whether no other unit is on its way: two at most are whole or to become so."""
-        return not any(u.state == COMING and u is not unit and u.idle for u in self.all[1:])
+    def _room_for(self, following: Unit, unit: Unit) -> bool:
+        """Whether there is no third one: two units at most are whole or to become so."""
+        counted = (COMING, WHOLE) if self.options.reshard_after_forward else (COMING,)
+        others = [u for u in self.all[1:] if u is not following and u is not unit]
+        return not any(u.state in counted and u.idle for u in others)
 
     def _free_idle(self, entered: Unit) -> None:
         if not self.options.reshard_after_forward:
@@ -238,10 +241,10 @@ class Units:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         again = torch.is_grad_enabled()  # create_graph=True: there will be a backward of this
         if unit is not self.root and not again:
-            following = self._backward.expected(unit)
+            soon = self._backward.expected(unit, 2)  # the root may come in between
             for other in self.all[1:]:
-                still_whole = other is following and other.backward is None
-                if other is not unit and other.state == WHOLE and not still_whole:
+                wanted = other in soon and other.backward is None
+                if other is not unit and other.state == WHOLE and not wanted:
                     self._free_if_done(other, use)
             if self._free_early(self.root):
                 self._trim_to_gradients()  # the units that come now have pages of their own

@@ -27,13 +27,13 @@ class Order:
             if place >= LONGEST:
                 self.restart()
             self._now.append(unit)
-        return self.expected(unit)
+        return next(iter(self.expected(unit, 1)), None)
 
-    def expected(self, unit: Any) -> Any:
-        """What will be needed after `unit`, which is needed now; None if unknown."""
+    def expected(self, unit: Any, count: int) -> list[Any]:
+        """What will be needed after `unit`, which is needed now: as much as is known."""
         place = self._place(unit)
-        known = place + 1 < len(self._last) and self._last[place] is unit
-        return self._last[place + 1] if known else None
+        known = place < len(self._last) and self._last[place] is unit
+        return self._last[place + 1 : place + 1 + count] if known else []
 
     def is_last(self, unit: Any) -> bool:
         """Whether nothing will be needed after `unit`, which is needed now; no if unknown."""

@@ -185,21 +185,22 @@ class UnitFlats:
             for index, param in self._members:
                 hidden.hide(param, self._stand_ins[index], self.layout.params[index].name)
         self.whole = False
+        if not self._guards:
+            for b, values in self._guarded.items():
+                self.shards[b].copy_(values)
+            self._guarded = {}
         for memory in self.memories:
             memory.free()
 
     def guard(self) -> None:
         """From now on, what is written into the whole is kept by `keep` and by nothing else."""
-        self._guards += 1
-        if self._guards == 1:
+        if not self._guarded:
             self._guarded = {b: self.shards[b].clone() for b in self._inside}
+        self._guards += 1
 
     def unguard(self) -> None:
+        """The guard ends; what it has kept comes back when the whole goes."""
         self._guards -= 1
-        if not self._guards:
-            for b, values in self._guarded.items():
-                self.shards[b].copy_(values)
-            self._guarded = {}
 
     def keep(self) -> None:
         """Take this rank's part of what stands in the whole."""

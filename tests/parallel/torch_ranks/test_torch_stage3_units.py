@@ -189,6 +189,44 @@ def test_two_units_and_the_root_are_whole_at_most():
     assert moved["total"].bytes <= 3 * (n - 1) / n * 4 * psi
 
 
+class OtherBlocksEachTime(Blocks):
+    """What was gathered ahead is not what is needed."""
+
+    calls = 0
+
+    def body(self, x):
+        self.calls += 1
+        for i in (self.calls % 2, 2, 3):
+            x = self.blocks[i](x)
+        return x
+
+
+class LastBlocksAside(Blocks):
+    """The backward pass does not begin where the forward pass has ended."""
+
+    def forward(self, tokens):
+        x = self.blocks[1](self.blocks[0](self.embed(tokens)))
+        self.blocks[3](self.blocks[2](x.detach()))
+        return self.head(x)
+
+
+@needs_ranks
+@pytest.mark.parametrize("cls", [OtherBlocksEachTime, LastBlocksAside])
+def test_there_is_no_third_unit_whatever_order_they_come_in(cls):
+    model = make_model(cls=cls)
+    model, opt = zero.zeroify(model, adamw(model.parameters()), stage=3, persist_below=4)
+    most = []
+
+    def look(*_):
+        most.append(sum(u.state != "sharded" for u in opt.units.all[1:]))
+
+    for module in (*(block.up for block in model.blocks), model.head):
+        module.register_forward_hook(look)
+        module.register_full_backward_hook(look)
+    train(model, opt, steps=5)
+    assert max(most) == 2
+
+
 @needs_ranks
 def test_the_backward_pass_begins_with_what_the_forward_pass_has_left():
     model = make_model(cls=lambda: Blocks(depth=5))

@@ -106,6 +106,27 @@ def test_a_block_that_fails_has_written_nothing():
     assert_replicated(model)
 
 
+class WritesInForward(Blocks):
+    def forward(self, tokens):
+        with contextlib.suppress(ZeroDivisionError), zero.gathered(self, writable=True):
+            self.embed.weight.fill_(0.5)
+            raise ZeroDivisionError
+        self.seen = self.embed.weight.detach().clone()
+        return super().forward(tokens)
+
+
+@needs_ranks
+def test_inside_a_pass_too_what_has_failed_is_seen_alike_by_all_and_goes_with_it():
+    model = make_model(cls=WritesInForward)
+    model, opt = zero.zeroify(model, adamw(model.parameters()), stage=3, persist_below=4)
+    before = model.state_dict()["embed.weight"]
+    with torch.no_grad():
+        loss_of(model, batch(0, hvd.rank()))
+    assert (model.seen == 0.5).all()
+    assert torch.equal(model.state_dict()["embed.weight"], before)
+    assert all(not part._guarded for unit in opt.units.all for part in unit.parts)
+
+
 def test_what_an_inner_block_has_written_is_nothing_new_to_the_outer_one():
     model, _ = three()
     with zero.gathered(model):
