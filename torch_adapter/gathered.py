@@ -16,8 +16,8 @@ from zerohvd.torch.unit import Unit
 
 def units_of(param: nn.Parameter) -> Units | None:
     """Who gathers this parameter; None: it is whole."""
-    units: Units | None = getattr(param, "_zerohvd_units", None)
-    return units
+    owner = getattr(param, "_zerohvd_units", None)
+    return None if owner is None else owner()
 
 
 @contextlib.contextmanager

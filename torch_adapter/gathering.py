@@ -26,7 +26,7 @@ from zerohvd.torch.collectives import LocalCollectives, TorchCollectives
 from zerohvd.torch.pages import POOL, is_counted
 from zerohvd.torch.prefetch import Order
 from zerohvd.torch.shard_memory import ShardMemory
-from zerohvd.torch.sharding import Memory, NamedParam
+from zerohvd.torch.sharding import Memory, NamedParam, Owner
 from zerohvd.torch.unit import COMING, SHARDED, WHOLE, Unit, Use
 from zerohvd.torch.unit_memory import Fill, UnitFlats
 from zerohvd.torch.units import ModelPlan, UnitOptions, UnitPlan, tensors_in
@@ -153,7 +153,7 @@ class Units:
             )
             unit.parts.append(flats)
             for param in flats.params:
-                param._zerohvd_units = self
+                param._zerohvd_units = Owner(self)
                 self._unit_of[param] = unit
             return flats
 

@@ -66,8 +66,12 @@ def _bucket_of(owned: OwnedPiece) -> int:
     return owned.piece.bucket
 
 
-class _Owner(weakref.ref):  # type: ignore[type-arg]
-    """Whose a parameter is. A model that comes from a file is nobody's."""
+class Owner(weakref.ref):  # type: ignore[type-arg]
+    """Whose a parameter is. A model that comes from a file is nobody's.
+
+    Autograd's references to parameters are out of the garbage collector's sight: one from a
+    parameter to who holds them would keep a model that nobody has any more.
+    """
 
     def __reduce__(self) -> Any:
         return type(None), ()
@@ -212,7 +216,7 @@ class ShardedParams:
     def set_owner(self, owner: Any) -> None:
         """Note who takes the gradients of these parameters; None: nobody any more."""
         for param in self.params:
-            param._zerohvd_owner = None if owner is None else _Owner(owner)
+            param._zerohvd_owner = None if owner is None else Owner(owner)
 
     def frozen(self) -> list[int]:
         return [i for i, p in enumerate(self.params) if not p.requires_grad]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import weakref
 
 import horovod.torch as hvd
 import pytest
@@ -134,6 +136,15 @@ def test_what_an_inner_block_has_written_is_nothing_new_to_the_outer_one():
             model.embed.weight.fill_(3.0)
         assert (model.embed.weight == 3.0).all()
     assert (model.state_dict()["embed.weight"] == 3.0).all()
+
+
+def test_a_model_that_nobody_has_any_more_takes_no_memory():
+    model, opt = three()
+    train(model, opt, steps=2)
+    there = [weakref.ref(model), weakref.ref(opt), weakref.ref(model.blocks[0].up.weight)]
+    del model, opt
+    gc.collect()
+    assert [ref() for ref in there] == [None] * 3
 
 
 @needs_ranks
