@@ -87,16 +87,8 @@ class UnitFlats:
         for (dtype, device), indices in alike.items():
             lengths = [buckets[b].padded for b in indices]
             like = torch.empty(0, dtype=arrays.dtype_of(dtype), device=device)
-            starts = itertools.accumulate(lengths, initial=0)
-            spans = [
-                buckets[b].span(self._rank).shift(start)
-                for b, start in zip(indices, starts, strict=False)
-            ]
-            size = like.element_size()
-            kept = [(span.start * size, span.stop * size) for span in spans]
-            # An allgather of Horovod must not read where it writes; two ranks send to each other.
-            inside = self._collectives.size <= 2 and pages.can_keep(len(kept), device)
-            memory = pages.make(sum(lengths) * size, device, kept if inside else ())
+            kept = self._kept(indices, like)
+            memory = pages.make(sum(lengths) * like.element_size(), device, kept)
             memory.allocate()
             whole = like.set_(memory.storage, 0, (sum(lengths),))
             whole.zero_()  # padding is zero for ever, as every rank's part of it is
@@ -106,6 +98,17 @@ class UnitFlats:
                 self.shards[b] = part.view(like.dtype)
                 self._inside.add(b)
             self.memories.append(memory)
+
+    def _kept(self, indices: Sequence[int], like: torch.Tensor) -> list[tuple[int, int]]:
+        """Where this rank's shards lie in the whole of these buckets, in bytes, if they may."""
+        # An allgather of Horovod must not read where it writes; two ranks just send to each other.
+        if self._collectives.size > 2 or not pages.can_keep(len(indices), like.device):
+            return []
+        buckets = [self.layout.buckets[b] for b in indices]
+        starts = itertools.accumulate((bucket.padded for bucket in buckets), initial=0)
+        spans = [b.span(self._rank).shift(s) for b, s in zip(buckets, starts, strict=False)]
+        size = like.element_size()
+        return [(span.start * size, span.stop * size) for span in spans]
 
     def _own(self, b: int) -> torch.Tensor:
         """This rank's part of the whole."""
