@@ -171,7 +171,7 @@ class Units:
             self._forward.restart()
         # The backward pass begins with the last unit; the one before it comes next there.
         last = torch.is_grad_enabled() and not in_backward and self._forward.is_last(unit)
-        if not last or any(u.state == COMING and u is not unit and u.idle for u in self.all[1:]):
+        if not last or self._idle((COMING,), unit):
             self._free_idle(unit)
         unit.depth += 1
         use = Use(self._tick())
@@ -219,15 +219,16 @@ class Units:
     def _room_for(self, following: Unit, unit: Unit) -> bool:
         """Whether there is no third one: two units at most are whole or to become so."""
         counted = (COMING, WHOLE) if self.options.reshard_after_forward else (COMING,)
-        others = [u for u in self.all[1:] if u is not following and u is not unit]
-        return not any(u.state in counted and u.idle for u in others)
+        return not self._idle(counted, following, unit)
 
     def _free_idle(self, entered: Unit) -> None:
-        if not self.options.reshard_after_forward:
-            return
-        for unit in self.all[1:]:
-            if unit is not entered and unit.state == WHOLE and unit.idle:
+        if self.options.reshard_after_forward:
+            for unit in self._idle((WHOLE,), entered):
                 unit.free()
+
+    def _idle(self, states: Collection[str], *but: Unit) -> list[Unit]:
+        """The units in these states that nothing needs now, without the root and without `but`."""
+        return [u for u in self.all[1:] if u.state in states and u.idle and u not in but]
 
     # -- backward ---------------------------------------------------------------------------------
 

@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import torch
 
+from zerohvd.layout import round_up
+
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _NO_ACCESS = 0
 _DONTNEED = 4
@@ -67,7 +69,7 @@ def _ask_for_huge_pages(start: int, stop: int) -> None:
     """Where the system has them for those who ask: one fault in the place of 512."""
     assert LIBC is not None
     # Whole ones only: the others could be mostly waste, or could not be moved.
-    start, stop = _rounded_up(start, _HUGE), stop // _HUGE * _HUGE
+    start, stop = round_up(start, _HUGE), stop // _HUGE * _HUGE
     if start < stop:
         LIBC.madvise(start, stop - start, _HUGE_PAGES)
 
@@ -82,7 +84,7 @@ class Range:
         Args:
             kept: Parts, by their first byte and the one behind, that have memory for ever.
         """
-        self.nbytes = _rounded_up(nbytes, mmap.PAGESIZE)
+        self.nbytes = round_up(nbytes, mmap.PAGESIZE)
         loose = _between([part for part in kept if part[0] < part[1]], self.nbytes)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
         self._held = mmap.mmap(-1, self.nbytes + _HUGE, flags=flags, prot=_READ_WRITE)
@@ -140,10 +142,6 @@ class Range:
             self.there = False
 
 
-def _rounded_up(nbytes: int, step: int) -> int:
-    return -(-nbytes // step) * step
-
-
 def _between(parts: Sequence[tuple[int, int]], nbytes: int) -> list[tuple[int, int]]:
     """The whole pages of a range of `nbytes` that none of these parts has a byte in."""
     found, free = [], 0
@@ -151,7 +149,7 @@ def _between(parts: Sequence[tuple[int, int]], nbytes: int) -> list[tuple[int, i
         start = start // mmap.PAGESIZE * mmap.PAGESIZE
         if free < start:
             found.append((free, start))
-        free = max(free, _rounded_up(stop, mmap.PAGESIZE))
+        free = max(free, round_up(stop, mmap.PAGESIZE))
     return [*found, (free, nbytes)] if free < nbytes else found
 
 
@@ -161,7 +159,7 @@ def _best_place(loose: Sequence[tuple[int, int]]) -> int:
 
     def huge_pages(place: int) -> int:
         return sum(
-            max(0, (place + stop) // _HUGE - _rounded_up(place + start, _HUGE) // _HUGE)
+            max(0, (place + stop) // _HUGE - round_up(place + start, _HUGE) // _HUGE)
             for start, stop in loose
         )
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from zerohvd.layout import round_up
 from zerohvd.torch import pages
 
 # Less than this does no harm in the heap.
@@ -91,8 +92,7 @@ class _Parts:
 
 
 def _padded(length: int, dtype: torch.dtype) -> int:
-    step = _ALIGNED // dtype.itemsize
-    return -(-length // step) * step
+    return round_up(length, _ALIGNED // dtype.itemsize)
 
 
 def _nbytes(lengths: Sequence[int], dtype: torch.dtype) -> int:

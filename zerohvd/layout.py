@@ -290,7 +290,7 @@ def _alignment(size: int, partition: str) -> int:
     return ALIGN if partition == "flat" and size <= ALIGN_UP_TO_SIZE else 1
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
@@ -309,7 +309,7 @@ def _chunks(index: int, spec: ParamSpec, chunk_bytes: int, quantum: int, owner: 
         return [Slot(index, 0, 0, numel, owner)]
     # All but the last chunk are multiples of the quantum: only the end of a parameter is ever
     # padded, so that its chunks can lie side by side in memory.
-    length = _round_up(-(-numel // count), quantum)
+    length = round_up(-(-numel // count), quantum)
     return [
         Slot(index, start, 0, min(length, numel - start), owner)
         for start in range(0, numel, length)
@@ -345,7 +345,7 @@ def _fill_buckets(
             closed.append((-held[-1].param, 0, held))
             held, held_bytes = [], 0
         held.append(chunks[0])
-        aligned = _round_up(spec.numel, align) * DTYPE_BYTES[spec.dtype]
+        aligned = round_up(spec.numel, align) * DTYPE_BYTES[spec.dtype]
         open_[key] = (held, held_bytes + aligned)
     closed.extend((-held[-1].param, 0, held) for held, _ in open_.values())
     return [slots for _, _, slots in sorted(closed)]
@@ -358,11 +358,11 @@ def _close(
         slots.sort(key=lambda s: s.owner)
     numel = stop = slots[0].length
     for i in range(1, len(slots)):
-        start = _round_up(stop, align)
+        start = round_up(stop, align)
         slots[i] = slots[i]._replace(start=start)
         numel += slots[i].length
         stop = start + slots[i].length
-    padded = stop if whole else _round_up(stop, quantum)
+    padded = stop if whole else round_up(stop, quantum)
     return Bucket(index, dtype, tuple(slots), numel, padded, size, whole)
 
 
