@@ -156,9 +156,9 @@ def fill_venv():
     sys.path.insert(0, str(ROOT))
     from rich.console import Console
 
-    from zerohvd.builder import BuilderError
-    from zerohvd.builder.steps import Steps
-    from zerohvd.cli import main as zerohvd
+    from zerohvd.tools.builder import BuilderError
+    from zerohvd.tools.builder.steps import Steps
+    from zerohvd.tools.cli import main as zerohvd
 
     start = time.monotonic()
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
@@ -182,8 +182,8 @@ def fill_venv():
 
 def choose_requirements(console):
     """The arguments of pip, which depend on whose MPI is used."""
-    from zerohvd.builder.environment import find_compiler
-    from zerohvd.builder.mpi import choose_mpi
+    from zerohvd.tools.builder.environment import find_compiler
+    from zerohvd.tools.builder.mpi import choose_mpi
 
     if os.environ.get("ZEROHVD_MPI") == "system":
         # Left by an earlier set-up with the wheel; mpi4py would load it instead.
@@ -219,7 +219,7 @@ def loader_finds(libdir):
 
 
 def install(steps, title, arguments, name):
-    from zerohvd.builder.build import pip
+    from zerohvd.tools.builder.build import pip
 
     steps.run(
         title,

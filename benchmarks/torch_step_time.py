@@ -23,8 +23,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from zerohvd.launchers import detect
 from zerohvd.launching import launch
+from zerohvd.tools.launchers import detect
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks/results/torch_step_time.md"

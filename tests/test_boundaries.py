@@ -139,12 +139,12 @@ def test_imports_in_the_core_run_one_way():
         ("zerohvd.config", set()),
         ("zerohvd.errors", set()),
         ("zerohvd.numerics", set()),
-        ("zerohvd.commlog", {"zerohvd.config"}),
+        ("zerohvd.communication.log", {"zerohvd.config"}),
         ("zerohvd.layout", {"zerohvd.config"}),
         ("zerohvd.schedule", {"zerohvd.layout"}),
         ("zerohvd.relayout", {"zerohvd.layout"}),
         ("zerohvd.memory", {"zerohvd.config", "zerohvd.layout"}),
-        ("zerohvd.collectives", {"zerohvd.commlog", "zerohvd.errors"}),
+        ("zerohvd.communication.collectives", {"zerohvd.communication.log", "zerohvd.errors"}),
     ],
 )
 def test_the_foundations_stand_on_little(module, may_import):

@@ -5,27 +5,28 @@ if __name__ != "zerohvd.keras":
 
 import os
 
-from zerohvd.launchers import allow_single_process
-from zerohvd.versions import require_keras
+from zerohvd.tools.launchers import allow_single_process
+from zerohvd.tools.versions import require_keras
 
 require_keras()
 allow_single_process(os.environ)
 
 from zerohvd.checkpoint import CheckpointError, CorruptCheckpointError  # noqa: E402
 from zerohvd.errors import DisagreementError, ShardedStateError, ZeroError  # noqa: E402
-from zerohvd.keras import callbacks, keras_hooks  # noqa: E402
-from zerohvd.keras.checkpoint import CheckpointManager, load, save  # noqa: E402
+from zerohvd.keras import callbacks  # noqa: E402
+from zerohvd.keras.checkpoint.api import CheckpointManager, load, save  # noqa: E402
+from zerohvd.keras.checkpoint.whole_model import save_model  # noqa: E402
 from zerohvd.keras.data import shard_dataset  # noqa: E402
-from zerohvd.keras.keras_hooks import verbose  # noqa: E402
-from zerohvd.keras.optimizer import DistributedOptimizer  # noqa: E402
-from zerohvd.keras.reports import communication_report, memory_report  # noqa: E402
-from zerohvd.keras.saving import save_model  # noqa: E402
-from zerohvd.keras.state import plain_optimizer  # noqa: E402
-from zerohvd.keras.weighting import weight  # noqa: E402
-from zerohvd.keras.zeroify import zeroify  # noqa: E402
+from zerohvd.keras.fit import patches  # noqa: E402
+from zerohvd.keras.fit.patches import verbose  # noqa: E402
+from zerohvd.keras.optimizer.distributed import DistributedOptimizer  # noqa: E402
+from zerohvd.keras.optimizer.state import plain_optimizer  # noqa: E402
+from zerohvd.keras.optimizer.weighting import weight  # noqa: E402
+from zerohvd.keras.optimizer.zeroify import zeroify  # noqa: E402
+from zerohvd.keras.report import communication_report, memory_report  # noqa: E402
 
 # Before any optimizer is made: load_model makes one while it is compiling.
-keras_hooks.install()
+patches.install()
 
 __all__ = [
     "CheckpointError",

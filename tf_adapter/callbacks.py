@@ -8,9 +8,10 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 
-from zerohvd.keras import keras_hooks, metrics, saving
-from zerohvd.keras.broadcasting import broadcast_variables
-from zerohvd.keras.checkpoint import CheckpointManager
+from zerohvd.keras.checkpoint import whole_model
+from zerohvd.keras.checkpoint.api import CheckpointManager
+from zerohvd.keras.communication.broadcasting import broadcast_variables
+from zerohvd.keras.fit import metrics, patches
 
 
 class MetricAverage(keras.callbacks.Callback):
@@ -47,7 +48,7 @@ class MetricAverage(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._in_epoch = False
         logs = {} if logs is None else logs
-        ranks = keras_hooks.ranks_of(self.model)
+        ranks = patches.ranks_of(self.model)
         val = {k[len("val_") :]: v for k, v in logs.items() if k.startswith("val_")}
         train = {k: v for k, v in logs.items() if not k.startswith("val_")}
         here = self._trained or metrics.snapshot(self.model)
@@ -101,7 +102,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
                 "LearningRateWarmup needs steps_per_epoch: the dataset does not know its length"
             )
         progress = min(1.0, (self._epoch + batch / steps) / self.warmup_epochs)
-        size = keras_hooks.ranks_of(self.model).size
+        size = patches.ranks_of(self.model).size
         rate = self.initial_lr * (1 + progress * (size - 1)) / size
         self.model.optimizer.learning_rate = rate
         if progress >= 1.0:
@@ -124,7 +125,7 @@ class BroadcastWeights(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         # Seeds of random generators are whole numbers, and should differ between ranks.
         floats = [v for v in self.model.variables if "float" in str(v.dtype)]
-        broadcast_variables(floats, keras_hooks.ranks_of(self.model), self.root)
+        broadcast_variables(floats, patches.ranks_of(self.model), self.root)
 
 
 class Checkpoint(keras.callbacks.Callback):
@@ -222,10 +223,10 @@ class Checkpoint(keras.callbacks.Callback):
             return
         path = self.filepath.format(epoch=epoch + 1, **logs)
         if self.save_weights_only:
-            ranks = keras_hooks.ranks_of(self.model)
-            saving.on_one_rank(lambda: self.model.save_weights(path), ranks)
+            ranks = patches.ranks_of(self.model)
+            whole_model.on_one_rank(lambda: self.model.save_weights(path), ranks)
         else:
-            saving.save_model(self.model, path)
+            whole_model.save_model(self.model, path)
 
     def _step(self) -> int:
         return int(np.asarray(self.model.optimizer.iterations))
@@ -242,7 +243,7 @@ class Checkpoint(keras.callbacks.Callback):
                 f"Checkpoint monitors {self.monitor!r}, but the metrics are {sorted(logs)}"
             )
         # All ranks follow rank 0: they must all save, or none.
-        value = keras_hooks.ranks_of(self.model).broadcast_object(
+        value = patches.ranks_of(self.model).broadcast_object(
             float(logs[self.monitor]), name="zero/monitor"
         )
         better = self.best is None or (

@@ -9,8 +9,8 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from zerohvd.collectives import HorovodCollectives
-from zerohvd.keras import uneven
+from zerohvd.communication.collectives import HorovodCollectives
+from zerohvd.keras.fit import uneven
 
 
 def shard_dataset(

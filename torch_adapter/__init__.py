@@ -13,8 +13,8 @@ if __name__ != "zerohvd.torch":
 
 import os
 
-from zerohvd.launchers import allow_single_process, spare_fusion_buffers
-from zerohvd.versions import require_torch
+from zerohvd.tools.launchers import allow_single_process, spare_fusion_buffers
+from zerohvd.tools.versions import require_torch
 
 require_torch()
 allow_single_process(os.environ)
@@ -27,17 +27,17 @@ from zerohvd.errors import (  # noqa: E402
     ShardedStateError,
     ZeroError,
 )
-from zerohvd.torch.checkpoint import load, save  # noqa: E402
-from zerohvd.torch.compression import Compression  # noqa: E402
+from zerohvd.torch.checkpoint.api import load, save  # noqa: E402
+from zerohvd.torch.checkpoint.manager import CheckpointManager  # noqa: E402
+from zerohvd.torch.communication.compression import Compression  # noqa: E402
 from zerohvd.torch.data import DistributedSampler, even_steps  # noqa: E402
-from zerohvd.torch.deferred import deferred_init  # noqa: E402
-from zerohvd.torch.distributed import DistributedOptimizer  # noqa: E402
-from zerohvd.torch.gathered import gathered  # noqa: E402
-from zerohvd.torch.manager import CheckpointManager  # noqa: E402
-from zerohvd.torch.optimizer import ZeroOptimizer  # noqa: E402
+from zerohvd.torch.gradients.weighting import weight  # noqa: E402
+from zerohvd.torch.optimizer.distributed import DistributedOptimizer  # noqa: E402
+from zerohvd.torch.optimizer.zero_optimizer import ZeroOptimizer  # noqa: E402
+from zerohvd.torch.optimizer.zeroify import zeroify  # noqa: E402
 from zerohvd.torch.report import communication_report, memory_report  # noqa: E402
-from zerohvd.torch.weighting import weight  # noqa: E402
-from zerohvd.torch.zeroify import zeroify  # noqa: E402
+from zerohvd.torch.stage3.deferred import deferred_init  # noqa: E402
+from zerohvd.torch.stage3.gathered import gathered  # noqa: E402
 
 __all__ = [
     "CheckpointError",

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from zerohvd.commlog import CommunicationReport
+from zerohvd.communication.log import CommunicationReport
 from zerohvd.memory import MemoryReport
-from zerohvd.torch.optimizer import ZeroOptimizer
+from zerohvd.torch.optimizer.zero_optimizer import ZeroOptimizer
 from zerohvd.torch.pages import POOL
-from zerohvd.torch.unit_memory import UnitFlats
+from zerohvd.torch.stage3.storage import UnitFlats
 
 
 def memory_report(opt: ZeroOptimizer) -> MemoryReport:

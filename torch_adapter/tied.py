@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerohvd.torch.hooks import mark_own, only_own
+from zerohvd.torch.gradients.hooks import mark_own, only_own
 from zerohvd.torch.pages import users
-from zerohvd.torch.units import tensors_in
+from zerohvd.torch.stage3.planning import tensors_in
 
 # Less than this is not worth it.
 _LARGE_BYTES = 1 << 20

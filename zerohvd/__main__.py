@@ -2,7 +2,7 @@
 
 import sys
 
-from zerohvd.cli import main
+from zerohvd.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from zerohvd.collectives import NumpyCollectives
-from zerohvd.commlog import CommLog
+from zerohvd.communication.collectives import NumpyCollectives
+from zerohvd.communication.log import CommLog
 from zerohvd.errors import ZeroError
 
 T = TypeVar("T")

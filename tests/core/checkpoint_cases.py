@@ -20,7 +20,7 @@ from zerohvd.checkpoint import (
     save,
     together,
 )
-from zerohvd.collectives import Collectives
+from zerohvd.communication.collectives import Collectives
 from zerohvd.layout import Layout, ParamSpec, Span, build_layout
 from zerohvd.testing import ThreadWorld
 

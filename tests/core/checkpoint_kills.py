@@ -22,8 +22,8 @@ from pathlib import Path
 from checkpoint_cases import assert_holds, fetch, some_layout, store, values_of
 
 from zerohvd.checkpoint import format, read_manifest
-from zerohvd.collectives import NumpyCollectives, SingleProcess
-from zerohvd.commlog import CommLog
+from zerohvd.communication.collectives import NumpyCollectives, SingleProcess
+from zerohvd.communication.log import CommLog
 
 LAYOUT = some_layout(2, scale=40)
 

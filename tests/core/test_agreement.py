@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from zerohvd.agreement import check_agreement
+from zerohvd.communication.agreement import check_agreement
 from zerohvd.errors import DisagreementError
 from zerohvd.layout import ParamSpec, build_layout
 from zerohvd.testing import ThreadWorld

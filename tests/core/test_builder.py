@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from zerohvd import cli, launching
-from zerohvd.builder import BuilderError, build, environment, install, mpi, steps
-from zerohvd.builder.cache import Cache
-from zerohvd.builder.environment import Cmake, Compiler, Cuda, Framework, Machine
-from zerohvd.builder.mpi import Mpi
-from zerohvd.builder.plan import Plan, build_environment, choose_cuda, make_plan
+from zerohvd import launching
+from zerohvd.tools import cli
+from zerohvd.tools.builder import BuilderError, build, environment, install, mpi, steps
+from zerohvd.tools.builder.cache import Cache
+from zerohvd.tools.builder.environment import Cmake, Compiler, Cuda, Framework, Machine
+from zerohvd.tools.builder.mpi import Mpi
+from zerohvd.tools.builder.plan import Plan, build_environment, choose_cuda, make_plan
 
 TORCH = Framework("torch", "2.13.0+cpu", "torch")
 TENSORFLOW = Framework("tensorflow", "2.21.0", "tensorflow-cpu")
@@ -91,7 +92,7 @@ def test_what_does_not_change_the_result_does_not_change_the_key() -> None:
 
 def test_the_recipe_is_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     before = PLAN.key
-    monkeypatch.setattr("zerohvd.builder.plan.RECIPE", 10_000)
+    monkeypatch.setattr("zerohvd.tools.builder.plan.RECIPE", 10_000)
     assert PLAN.key != before
 
 
@@ -160,7 +161,7 @@ def test_frameworks_are_found_without_importing_them(
     fake_package(tmp_path, "torch", {"version.py": "__version__ = '9.1+cu130'\ncuda = '13.0'\n"})
     fake_package(tmp_path, "tensorflow", {"python/platform/build_info.py": info})
     code = (
-        "from zerohvd.builder.environment import find_frameworks\n"
+        "from zerohvd.tools.builder.environment import find_frameworks\n"
         "print([(f.module, f.version, f.cuda) for f in find_frameworks()])"
     )
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
@@ -393,7 +394,7 @@ def test_proved_is_per_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 _HOLDER = """
 import sys, time
 from pathlib import Path
-from zerohvd.builder.cache import Cache
+from zerohvd.tools.builder.cache import Cache
 with Cache(Path(sys.argv[1])).lock("key", lambda holder: print("waits for", holder, flush=True)):
     print("holds", flush=True)
     time.sleep(float(sys.argv[2]))
@@ -475,7 +476,7 @@ def test_an_interrupted_step_leaves_no_process_behind(tmp_path: Path) -> None:
     )
     runner = (
         "import sys; from pathlib import Path; from rich.console import Console\n"
-        "from zerohvd.builder.steps import Steps\n"
+        "from zerohvd.tools.builder.steps import Steps\n"
         f"Steps(1, Console()).run('x', [sys.executable, '-c', {step!r}], "
         f"log=Path({str(tmp_path / 'log')!r}))"
     )
@@ -515,11 +516,12 @@ def test_a_dry_run_changes_nothing(tmp_path: Path) -> None:
 def test_an_installed_fitting_and_proved_horovod_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zerohvd.builder.installer.installed_key", lambda: PLAN.key)
+    monkeypatch.setattr("zerohvd.tools.builder.installer.installed_key", lambda: PLAN.key)
     monkeypatch.setattr(
-        "zerohvd.versions.find", lambda module: environment_package(tmp_path, module)
+        "zerohvd.tools.versions.find", lambda module: environment_package(tmp_path, module)
     )
-    monkeypatch.setattr("zerohvd.builder.installer._prove", lambda framework: pytest.fail("ran"))
+    prove = "zerohvd.tools.builder.installer._prove"
+    monkeypatch.setattr(prove, lambda framework: pytest.fail("ran"))
     cache = Cache(tmp_path / "cache")
     cache.set_proved(PLAN.key)
     console = quiet()
@@ -528,7 +530,7 @@ def test_an_installed_fitting_and_proved_horovod_is_left_alone(
 
 
 def environment_package(folder: Path, module: str) -> object:
-    from zerohvd.versions import Installed
+    from zerohvd.tools.versions import Installed
 
     return Installed(module=module, version="0.28.1", distribution=module, folder=folder)
 
@@ -538,9 +540,9 @@ def environment_package(folder: Path, module: str) -> object:
 
 def test_help_imports_no_command() -> None:
     code = (
-        "import sys; from zerohvd.cli import main\n"
+        "import sys; from zerohvd.tools.cli import main\n"
         "try: main(['--help'])\nexcept SystemExit: pass\n"
-        "print([m for m in sys.modules if m.startswith(('zerohvd.cli.', 'rich', 'torch'))])"
+        "print([m for m in sys.modules if m.startswith(('zerohvd.tools.cli.', 'rich', 'torch'))])"
     )
     done = subprocess.run(python(code), capture_output=True, text=True, check=True)
     assert "horovod" in done.stdout and "doctor" in done.stdout

@@ -22,7 +22,7 @@ from checkpoint_cases import (
 
 from zerohvd.checkpoint import writer as writing
 from zerohvd.checkpoint.manager import Manager, Policy, checkpoints
-from zerohvd.collectives import SingleProcess
+from zerohvd.communication.collectives import SingleProcess
 from zerohvd.testing import ThreadWorld
 
 LAYOUT = some_layout(2)
@@ -201,7 +201,7 @@ def test_a_script_that_just_ends_gets_its_last_checkpoint(tmp_path):
         "from pathlib import Path\n"
         "from checkpoint_cases import content, planned, some_layout, values_of\n"
         "from zerohvd.checkpoint.manager import Manager, Policy\n"
-        "from zerohvd.collectives import SingleProcess\n"
+        "from zerohvd.communication.collectives import SingleProcess\n"
         "layout = some_layout(1, scale=20_000)\n"
         "plan = planned(lambda: content(layout, 0, values_of(layout, 1), 1))\n"
         "Manager(Path(sys.argv[1]), Policy(), asynchronous=True).save(1, SingleProcess(), plan)\n"

@@ -28,7 +28,7 @@ from zerohvd.checkpoint import (
     save,
     share_out,
 )
-from zerohvd.collectives import SingleProcess
+from zerohvd.communication.collectives import SingleProcess
 from zerohvd.layout import Span
 from zerohvd.testing import ThreadWorld
 

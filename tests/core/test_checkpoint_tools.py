@@ -12,10 +12,10 @@ import pytest
 from checkpoint_cases import planned, some_layout, store, values_of
 
 from zerohvd.checkpoint import Content, Entry, Reader, save
-from zerohvd.cli import main
-from zerohvd.collectives import SingleProcess
+from zerohvd.communication.collectives import SingleProcess
 from zerohvd.layout import Span
 from zerohvd.testing import ThreadWorld
+from zerohvd.tools.cli import main
 
 
 @pytest.fixture

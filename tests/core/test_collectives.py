@@ -18,14 +18,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerohvd.collectives import (
+from zerohvd.communication.collectives import (
     Collectives,
     HorovodCollectives,
     MPICollectives,
     SingleProcess,
     shares,
 )
-from zerohvd.commlog import Total
+from zerohvd.communication.log import Total
 from zerohvd.testing import ThreadWorld
 
 try:

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerohvd import commlog
-from zerohvd.commlog import CommLog, CommunicationReport, Record, Total
+from zerohvd.communication.log import CommLog, CommunicationReport, Record, Total
 
 OPS = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast")
 
@@ -39,7 +38,7 @@ def test_uneven_exchanges_say_themselves_what_they_moved():
 
 
 def test_totals_never_forget_but_single_records_do(monkeypatch):
-    monkeypatch.setattr(commlog, "KEPT_RECORDS", 3)
+    monkeypatch.setattr("zerohvd.communication.log.KEPT_RECORDS", 3)
     log = CommLog(2)
     for i in range(5):
         log.add(f"bucket {i}", "allgather", "float32", 2, 8)

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from zerohvd.doctor import probes, run_check
-from zerohvd.doctor.diagnosis import Evidence, diagnose
-from zerohvd.doctor.machine import Machine
-from zerohvd.doctor.probes import Finding
-from zerohvd.doctor.rank_check import CHECKS, DTYPES, offered, rows
-from zerohvd.doctor.report import Line, Report, Status
-from zerohvd.launchers import Launcher
 from zerohvd.launching import LaunchResult
-from zerohvd.versions import Installed
+from zerohvd.tools.doctor import probes, run_check
+from zerohvd.tools.doctor.diagnosis import Evidence, diagnose
+from zerohvd.tools.doctor.machine import Machine
+from zerohvd.tools.doctor.probes import Finding
+from zerohvd.tools.doctor.rank_check import CHECKS, DTYPES, offered, rows
+from zerohvd.tools.doctor.report import Line, Report, Status
+from zerohvd.tools.launchers import Launcher
+from zerohvd.tools.versions import Installed
 
 OPEN_MPI = "/opt/openmpi/lib/libmpi.so.40"
 BIG = Machine(cores=64, usable_cores=64, memory_bytes=2**38)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zerohvd.launchers import (
+from zerohvd.tools.launchers import (
     FUSION_BYTES,
     Launcher,
     allow_single_process,

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from zerohvd import versions
 from zerohvd.launching import LaunchError, find_mpirun, launch, launch_environment
+from zerohvd.tools import versions
 
 ROOT = Path(__file__).parents[2]
-COMMAND = ["-c", "import sys; from zerohvd.cli import main; sys.exit(main())", "doctor"]
+COMMAND = ["-c", "import sys; from zerohvd.tools.cli import main; sys.exit(main())", "doctor"]
 FRAMEWORKS = [fw for fw in versions.horovod_frameworks() if versions.find(fw)]
 
 needs_horovod = pytest.mark.skipif(not FRAMEWORKS, reason="needs Horovod and a framework")
@@ -202,7 +202,7 @@ def test_two_ranks_check_every_collective_with_every_dtype_of_every_framework():
 def test_a_collective_that_computes_wrong_is_found_and_named(tmp_path):
     """A Horovod whose averages, sums and maxima are one too large."""
     (tmp_path / "sitecustomize.py").write_text(
-        "import zerohvd.collectives as c\n"
+        "import zerohvd.communication.collectives as c\n"
         "right = c.HorovodCollectives.allreduce\n"
         "def wrong(self, x, op='sum', *, name='allreduce'):\n"
         "    return right(self, x, op, name=name) + 1\n"

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from zerohvd.collectives import Collectives
+from zerohvd.communication.collectives import Collectives
 from zerohvd.errors import ZeroError
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ import numpy as np
 from zerohvd.checkpoint.errors import together
 from zerohvd.checkpoint.manifest import TensorInfo
 from zerohvd.checkpoint.reader import Reader
-from zerohvd.collectives import Collectives
+from zerohvd.communication.collectives import Collectives
 
 # Kinds of tensors that belong to what is no tensor: of all ranks, and of one.
 SHARED, OWN = "shared", "own"

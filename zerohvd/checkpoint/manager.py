@@ -24,7 +24,7 @@ from zerohvd.checkpoint import writer
 from zerohvd.checkpoint.entries import Content
 from zerohvd.checkpoint.errors import CheckpointError, describe, together
 from zerohvd.checkpoint.manifest import is_complete, read_manifest
-from zerohvd.collectives import Collectives
+from zerohvd.communication.collectives import Collectives
 
 _NAME = re.compile(r"step-(\d+)")
 # When the script has ended, the first rank waits this long for what other ranks are writing.

@@ -11,7 +11,7 @@ from zerohvd.checkpoint.errors import together
 from zerohvd.checkpoint.format import absolute
 from zerohvd.checkpoint.manager import Manager, Policy, check_metric
 from zerohvd.checkpoint.writer import Plan
-from zerohvd.collectives import Collectives
+from zerohvd.communication.collectives import Collectives
 
 Self = TypeVar("Self", bound="CheckpointManager")
 

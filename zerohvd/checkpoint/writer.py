@@ -35,7 +35,7 @@ from zerohvd.checkpoint.manifest import (
     leftovers,
     put_together,
 )
-from zerohvd.collectives import Collectives
+from zerohvd.communication.collectives import Collectives
 
 # The disk is told to start on what was written after so many bytes, while more is being prepared.
 _FLUSH_BYTES = 4 << 20

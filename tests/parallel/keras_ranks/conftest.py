@@ -9,7 +9,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from zerohvd.keras import weighting
+from zerohvd.keras.optimizer import weighting
 
 hvd.init()
 

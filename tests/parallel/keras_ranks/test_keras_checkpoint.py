@@ -298,7 +298,7 @@ SUFFIXES = (".weights.h5", ".safetensors", ".keras")
 
 def write_plain(model, checkpoint, out):
     """What a user has: made by Keras from a plain model, or by `consolidate` from a checkpoint."""
-    from zerohvd.cli import main
+    from zerohvd.tools.cli import main
 
     if out.suffix == ".safetensors":
         assert main(["checkpoint", "consolidate", str(checkpoint), str(out)]) == 0
@@ -378,7 +378,7 @@ def test_mistakes_of_a_save_are_told_before_anything_is_written(shared_folder):
 
 
 def test_consolidated_weights_are_what_keras_reads(shared_folder):
-    from zerohvd.cli import main
+    from zerohvd.tools.cli import main
 
     model, opt = build(OPTIMIZERS["adam"], model=noisy_model())
     train(model, opt, 0, 3)

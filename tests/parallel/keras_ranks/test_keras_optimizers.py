@@ -57,7 +57,7 @@ def test_lower_stages(stage):
 
 
 def test_small_buckets_and_chunks_change_nothing(monkeypatch):
-    from zerohvd.keras import layouts
+    from zerohvd.keras.params import layouts
 
     monkeypatch.setattr(layouts, "_CHUNK_BYTES", 256)
 
@@ -75,7 +75,7 @@ def test_small_buckets_and_chunks_change_nothing(monkeypatch):
 
 @pytest.mark.parametrize("stage", world.few("12", "2"))
 def test_updates_in_parts_change_nothing(monkeypatch, stage):
-    from zerohvd.keras import pieces
+    from zerohvd.keras.params import pieces
 
     monkeypatch.setattr(pieces, "_LEAST_PART_BYTES", 128)
 

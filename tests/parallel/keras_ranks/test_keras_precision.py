@@ -185,7 +185,7 @@ def test_sparse_gradients(table):
 @world.at_two_ranks
 def test_rows_of_large_tables_and_of_any_name(monkeypatch):
     """A table beyond the size at which variables are cut, and one that the gradient gives away."""
-    from zerohvd.keras import layouts, pieces
+    from zerohvd.keras.params import layouts, pieces
 
     monkeypatch.setattr(layouts, "_CHUNK_BYTES", 1024)
     monkeypatch.setattr(pieces, "_LEAST_PART_BYTES", 1024)  # what a rank owns has several parts

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import zerohvd.keras as zero
-from zerohvd.collectives import HorovodCollectives
+from zerohvd.communication.collectives import HorovodCollectives
 
 
 def trained(inner, model=None, stage=2, **options):

@@ -8,7 +8,7 @@ import horovod.torch as hvd
 import pytest
 import torch
 
-from zerohvd.torch import weighting
+from zerohvd.torch.gradients import weighting
 
 torch.set_num_threads(1)
 hvd.init()

@@ -477,7 +477,7 @@ def test_plain_files_of_weights(shared_folder, stage):
 def test_consolidated_weights_are_plain_files(shared_folder, suffix):
     from safetensors.torch import load_file
 
-    from zerohvd.cli import main
+    from zerohvd.tools.cli import main
 
     model, opt = sharded(stage=2)
     zero.save(shared_folder / "a", model, opt)

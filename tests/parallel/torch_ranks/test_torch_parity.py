@@ -254,7 +254,7 @@ def test_the_native_reducescatter_gives_the_same(stage):
     """The one used on GPUs, over MPI here."""
     if hvd.size() == 1:
         return
-    from zerohvd.torch.collectives import TorchCollectives
+    from zerohvd.torch.communication.collectives import TorchCollectives
 
     expected, _ = plain()
     model = make_model()

@@ -23,7 +23,7 @@ from training import (
 )
 
 import zerohvd.torch as zero
-from zerohvd.torch.reducer import GradReducer
+from zerohvd.torch.gradients.reducer import GradReducer
 
 DIM = 8
 needs_ranks = pytest.mark.skipif(hvd.size() == 1, reason="one rank holds everything")

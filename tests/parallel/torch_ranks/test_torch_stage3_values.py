@@ -216,7 +216,7 @@ class Wide(Blocks):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_deferred_initialisation_gives_the_values_of_the_plain_model(stage, monkeypatch):
-    monkeypatch.setattr("zerohvd.torch.deferred.REAL_BELOW", 20)
+    monkeypatch.setattr("zerohvd.torch.stage3.deferred.REAL_BELOW", 20)
     plain = make_model(cls=Wide)
     drawn = torch.rand(1)
     torch.manual_seed(0)
@@ -233,7 +233,7 @@ def test_deferred_initialisation_gives_the_values_of_the_plain_model(stage, monk
 
 
 def test_deferred_models_with_other_seeds_get_the_first_ranks_values(monkeypatch):
-    monkeypatch.setattr("zerohvd.torch.deferred.REAL_BELOW", 20)
+    monkeypatch.setattr("zerohvd.torch.stage3.deferred.REAL_BELOW", 20)
     torch.manual_seed(hvd.rank())
     with zero.deferred_init():
         model = Wide()

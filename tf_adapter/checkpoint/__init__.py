@@ -1,0 +1,1 @@
+"""What a checkpoint stores of a Keras model and its optimizer, and how it comes back."""

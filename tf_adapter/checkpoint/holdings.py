@@ -1,0 +1,113 @@
+"""What this rank holds of a model and its optimizer, by variable name and whatever the stage."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.saving import saving_lib
+
+from zerohvd.keras.fit.patches import unwrap
+from zerohvd.keras.optimizer import state
+from zerohvd.keras.params.pieces import tf_variable, variable_path
+
+
+class _Places(saving_lib.H5IOStore):
+    """Stands in for a .weights.h5 file, and notes where Keras would put each variable."""
+
+    def __init__(self) -> None:
+        self.of: dict[Any, str] = {}
+        self._path = ""
+
+    def __bool__(self) -> bool:
+        return True
+
+    def make(self, path: str, metadata: Any = None) -> _Places:
+        self._path = path
+        return self
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if isinstance(value, (keras.Variable, tf.Variable)):
+            inside = f"{self._path}/vars/{key}" if self._path else f"vars/{key}"
+            self.of[tf_variable(value).ref()] = inside
+
+
+def places(model: Any) -> dict[Any, str]:
+    """Variable (by reference) -> its place in a .weights.h5 file, which does not depend on the
+    names that Keras gives to layers one after the other."""
+    store = _Places()
+    # The optimizer keeps its own state, and must not be asked for it here.
+    around = getattr(model, "optimizer", None)  # a model that was not compiled has none
+    skipped = {id(part) for part in (around, unwrap(around)) if part is not None}
+    saving_lib._save_state(model, store, None, "", skipped)
+    return store.of
+
+
+class Holdings:
+    """Everything to store of a model.
+
+    Attributes:
+        names: Variable (by reference) -> its name.
+        others: What the optimizer does not update, by name: statistics, seeds, frozen weights.
+        scalars: Optimizer variables that all ranks hold alike.
+    """
+
+    def __init__(self, model: Any, optimizer: Any) -> None:
+        self.model = model
+        self.optimizer = optimizer if optimizer is not None and optimizer.step is not None else None
+        self.names: dict[Any, str] = {}
+        self.variables: dict[str, tf.Variable] = {}
+        if self.optimizer is not None:
+            step = self.optimizer.step
+            for spec, native in zip(step.layout.params, step.natives, strict=True):
+                self._note(spec.name, native)
+        updated = set(self.variables)
+        for variable in model.variables:
+            native = tf_variable(variable)
+            if native.ref() not in self.names:
+                self._note(self._unique(variable_path(variable)), native)
+        self.others = {n: v for n, v in self.variables.items() if n not in updated}
+        self.places = {
+            self.names[ref]: place for ref, place in places(model).items() if ref in self.names
+        }
+
+    @property
+    def unplaced(self) -> list[str]:
+        """Variables that no .weights.h5 file holds, in the model's order: seeds of dropout."""
+        return [name for name in self.variables if name not in self.places]
+
+    def _note(self, name: str, native: tf.Variable) -> None:
+        self.names[native.ref()] = name
+        self.variables[name] = native
+
+    def _unique(self, path: str) -> str:
+        name, count = path, 1
+        while name in self.variables:
+            count += 1
+            name = f"{path}#{count}"
+        return name
+
+    @property
+    def trainable_others(self) -> set[str]:
+        """Frozen weights, as opposed to statistics and seeds."""
+        weights = {tf_variable(v).ref() for v in self.model.weights}
+        return {n for n, v in self.others.items() if v.ref() in weights}
+
+    @property
+    def scalars(self) -> dict[str, Any]:
+        if self.optimizer is None:
+            return {}
+        found = {k.removeprefix("scalar:"): v for k, v in state._scalars(self.optimizer).items()}
+        around = getattr(self.model, "optimizer", None)
+        if around is not self.optimizer and around is not None:  # a LossScaleOptimizer
+            for attribute, value in sorted(vars(around).items()):
+                if isinstance(value, keras.Variable) and not value.ndim:
+                    found[f"scaler.{attribute}"] = value
+        return found
+
+    def sums(self) -> dict[str, int]:
+        """Checksums of what may differ between ranks."""
+        return {n: zlib.crc32(np.ascontiguousarray(v.numpy())) for n, v in self.others.items()}

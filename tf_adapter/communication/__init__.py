@@ -1,0 +1,1 @@
+"""Horovod for TensorFlow tensors: array operations, graph-safe collectives."""

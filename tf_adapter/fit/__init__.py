@@ -1,0 +1,1 @@
+"""model.fit on many ranks: the few patches of Keras, metrics, uneven batches."""

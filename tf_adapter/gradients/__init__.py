@@ -1,0 +1,1 @@
+"""Gradients from the tape to this rank's reduced shards."""

@@ -1,0 +1,111 @@
+"""Gradients of embeddings: rows travel instead of tables where that is less.
+
+How many rows a rank has is only known when the step runs, and differs between ranks. They add
+them up and compare the sum with the table, so that all of them choose the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from zerohvd.keras.communication.wire import Wire
+from zerohvd.layout import Bucket, ParamSpec, Span
+
+
+class Rows(NamedTuple):
+    """A gradient as rows of a table; unlike tf.IndexedSlices, it knows the table's shape."""
+
+    values: Any
+    indices: Any
+    shape: tuple[int, ...]
+
+    def map(self, function: Callable[[Any], Any]) -> Rows:
+        return self._replace(values=function(self.values))
+
+    def dense(self) -> Any:
+        return tf.math.unsorted_segment_sum(self.values, self.indices, self.shape[0])
+
+
+def rows_of(grad: Any, shape: Any) -> Any:
+    """IndexedSlices as Rows; everything else as it is."""
+    if not isinstance(grad, tf.IndexedSlices):
+        return grad
+    shape = tuple(shape)
+    values = tf.reshape(grad.values, [-1, *shape[1:]])
+    return Rows(values, tf.reshape(grad.indices, [-1]), shape)
+
+
+def applies(bucket: Bucket, spec: ParamSpec, grad: Any) -> bool:
+    """Whether the bucket holds nothing but a variable whose gradient came as rows."""
+    alone = len(bucket.slots) == 1 and bucket.slots[0].length == spec.numel
+    return alone and isinstance(grad, Rows)
+
+
+def reduce(
+    wire: Wire,
+    name: str,
+    grad: Rows,
+    span: Span | None,
+    dense: Callable[[], list[Any]],
+) -> list[Any]:
+    """The sum over the ranks of what this rank owns of the gradient, 1-D.
+
+    Args:
+        wire: The ranks.
+        name: Of the operations.
+        grad: This rank's rows.
+        span: What this rank owns of the flattened variable; None: nothing.
+        dense: Reduces the gradient as a table.
+    """
+    if wire.size == 1:
+        return dense()
+    rows = tf.shape(grad.indices, out_type=tf.int64)[:1]
+    all_rows = wire.allreduce(rows, f"{name}/count")[0]
+    width = math.prod(grad.shape[1:])
+    row_bytes = width * grad.values.dtype.size
+    # Every row goes to every other rank; of the table, every rank sends all but its own share.
+    as_rows = all_rows * (row_bytes + grad.indices.dtype.size)
+    as_table = grad.shape[0] * row_bytes
+    plan = wire.plan
+    length = 0 if span is None else span.length
+
+    def by_rows() -> Any:
+        with plan.section(f"{name}/rows"):
+            indices = wire.allgather_rows(grad.indices, f"{name}/indices")
+            values = wire.allgather_rows(grad.values, f"{name}/values")
+            if span is None:
+                wire.keep(indices)
+                wire.keep(values)
+        return _add_up(indices, values, span, width)
+
+    def by_table() -> Any:
+        with plan.section(f"{name}/table"):
+            found = dense()
+        flat = tf.reshape(found[0], [-1]) if found else tf.zeros([0], grad.values.dtype)
+        return tf.cast(flat, _sum_dtype(grad.values.dtype))
+
+    total = tf.cond(as_rows < as_table, by_rows, by_table)
+    total.set_shape([length])
+    return [] if span is None else [total]
+
+
+def _add_up(indices: Any, values: Any, span: Span | None, width: int) -> Any:
+    """The rows of all ranks, summed where this rank's part of the table lies."""
+    dtype = _sum_dtype(values.dtype)
+    if span is None:
+        return tf.zeros([0], dtype)
+    first, stop = span.start // width, -(-span.stop // width)
+    # Rows outside get a negative id, which the sum leaves out.
+    inside = (indices >= first) & (indices < stop)
+    ids = tf.where(inside, indices - first, -tf.ones_like(indices))
+    rows = tf.math.unsorted_segment_sum(tf.cast(values, dtype), ids, stop - first)
+    flat = tf.reshape(rows, [-1])
+    return flat[span.start - first * width : span.stop - first * width]
+
+
+def _sum_dtype(dtype: Any) -> Any:
+    return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype

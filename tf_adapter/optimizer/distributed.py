@@ -1,0 +1,400 @@
+"""DistributedOptimizer: a Keras optimizer whose state is shared out among the ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+from zerohvd.communication.agreement import check_agreement
+from zerohvd.config import MIB, ZeroConfig
+from zerohvd.errors import DisagreementError, ShardedStateError
+from zerohvd.keras.communication import broadcasting
+from zerohvd.keras.communication.wire import Wire
+from zerohvd.keras.fit import patches
+from zerohvd.keras.optimizer import averages, state, weighting
+from zerohvd.keras.optimizer.step import Step
+from zerohvd.keras.params import layouts
+from zerohvd.keras.params.pieces import PieceVariable, owned_pieces, tf_variable, variable_path
+from zerohvd.tools.launchers import check_ranks
+
+_DELEGATED = (
+    "weight_decay",
+    "clipnorm",
+    "global_clipnorm",
+    "clipvalue",
+    "use_ema",
+    "ema_momentum",
+    "ema_overwrite_frequency",
+    "loss_scale_factor",
+    "gradient_accumulation_steps",
+)
+
+
+@keras.saving.register_keras_serializable(package="zerohvd", name="DistributedOptimizer")
+class DistributedOptimizer(keras.optimizers.Optimizer):
+    """Wraps a Keras optimizer: same options and results, 1/N of its state per rank.
+
+    Use it wherever the optimizer was used: `compile`, `apply_gradients`, `apply`. Options such as
+    `clipnorm`, `use_ema` or `gradient_accumulation_steps`, and the learning rate, stay with the
+    wrapped optimizer and are read and set through this one.
+
+    Args:
+        inner_optimizer: An optimizer that is not built yet; a LossScaleOptimizer around one, too.
+        stage: 0: plain data parallelism; 1: sharded optimizer state; 2: and accumulated gradients.
+        bucket_bytes: How many bytes of variables travel together.
+        partition: "flat" cuts anywhere, "parameter" keeps variables whole, "auto" chooses.
+        reduce_dtype: Gradients travel in this dtype; None: in that of their variable.
+        master_dtype: Shards are updated in this dtype; None: float32 for 16-bit variables.
+        grad_clip: Clip to this global norm; the same as the inner optimizer's `global_clipnorm`.
+        broadcast: Give all ranks the weights of rank 0 when the optimizer is built.
+        process_set: The ranks that take part, all of them unless given; any other trains alone.
+        name: Of this optimizer.
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: keras.optimizers.Optimizer | str | dict,
+        *,
+        stage: int = 2,
+        bucket_bytes: int = 8 * MIB,
+        partition: str = "auto",
+        reduce_dtype: str | None = None,
+        master_dtype: str | None = None,
+        grad_clip: float | None = None,
+        broadcast: bool = True,
+        process_set: Any = None,
+        name: str | None = None,
+    ) -> None:
+        config = ZeroConfig(
+            stage=stage,
+            bucket_bytes=bucket_bytes,
+            partition=partition,
+            reduce_dtype=reduce_dtype,
+            master_dtype=master_dtype,
+            grad_clip=grad_clip,
+        )
+        optimizer = keras.optimizers.get(inner_optimizer)
+        _check_inner(optimizer, config)
+        super().__init__(learning_rate=0.0, name=name or f"zero_{optimizer.name}")
+        self.config = config
+        scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        self.scaler = optimizer if scaled else None
+        self.inner_optimizer = optimizer.inner_optimizer if scaled else optimizer
+        self.broadcast = broadcast
+        self.process_set = process_set
+        self._iterations = self.inner_optimizer._iterations
+        self.step: Step | None = None
+        # What is stored while a model is being saved; None: nobody has collected it.
+        self.saved_state: dict[str, Any] | None = None
+        # What `load_model` has brought, until the ranks build the optimizer together.
+        self.loaded_state: dict[str, Any] | None = None
+        self._loaded_variables: list[Any] = []
+        # Keras saves every optimizer it finds in an attribute; the whole state is saved by us.
+        for part in (self.inner_optimizer, self.scaler):
+            if part is not None:
+                part.save_own_variables = part.load_own_variables = lambda store: None
+
+    # -- build ------------------------------------------------------------------------------------
+
+    @tf.autograph.experimental.do_not_convert
+    def build(self, variables: Sequence[Any]) -> None:
+        """Lay out `variables`, on all ranks at the same time, and create this rank's state."""
+        if patches.is_loading():
+            # One rank alone may load a model, to look at it; the first step builds.
+            self._loaded_variables = list(variables)
+            return
+        self._build(list(variables), [])
+
+    def build_loaded(self) -> None:
+        """Build now what `load_model` has left for the first step; all ranks must call it."""
+        if self.step is None and self._loaded_variables:
+            self._build(self._loaded_variables, [])
+
+    def _build(self, variables: list[Any], tables: list[int]) -> None:
+        """`build`, where the gradients of some variables (`tables`) are known to come as rows."""
+        if self.step is not None:
+            return
+        with tf.init_scope():
+            wire = Wire(self.process_set)
+            check_ranks(os.environ, hvd.size())
+            everyone = wire.eager.allgather_object(tables, name="zero/agree/tables")
+            rows = {i for found in everyone for i in found}
+            layout = layouts.lay_out(variables, self.inner_optimizer, self.config, wire.size, rows)
+            settings = {
+                **self.config.as_dict(),
+                "optimizer": type(self.inner_optimizer).__name__,
+                "config": _options(self.inner_optimizer),
+                "state loaded from a file": self.loaded_state is not None,
+            }
+            check_agreement(wire.eager, layout, settings)
+            if self.broadcast:
+                broadcasting.broadcast_variables(
+                    [*variables, *patches.other_state(self)], wire.eager
+                )
+            pieces = owned_pieces(layout, variables, wire.rank, self.config)
+            self._build_inner(pieces)
+            self.step = Step(self.inner_optimizer, self.config, layout, wire, variables, pieces)
+            if self.loaded_state is not None:
+                state.load_state(self, self.loaded_state)
+                self.loaded_state = None
+        self._trainable_variables.extend(variables)
+        for index, variable in enumerate(variables):
+            self._trainable_variables_indices[self._var_key(variable)] = index
+        self.built = True
+
+    def _build_inner(self, pieces: list[PieceVariable]) -> None:
+        inner = self.inner_optimizer
+        excluded = getattr(inner, "_exclude_from_weight_decay", None)
+        if excluded:
+            excluded.update(
+                p._unique_id for p in pieces if tf_variable(p.variable)._unique_id in excluded
+            )
+        for piece in pieces:
+            piece.load()  # some optimizers start from the values
+        steps = inner.gradient_accumulation_steps
+        if self.config.stage < 2:
+            inner.gradient_accumulation_steps = None  # the step adds up whole gradients itself
+        try:
+            with tf.name_scope(inner.name):
+                (self.scaler or inner).build(pieces)
+        finally:
+            inner.gradient_accumulation_steps = steps
+        inner.built = True
+        for piece in pieces:
+            piece.finish_build()
+
+    # -- apply ------------------------------------------------------------------------------------
+
+    @tf.autograph.experimental.do_not_convert
+    def apply_gradients(self, grads_and_vars: Any) -> Any:
+        grads, variables = zip(*grads_and_vars, strict=True)
+        self.apply(grads, variables)
+        return self._iterations
+
+    @tf.autograph.experimental.do_not_convert
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Average `grads` over the ranks and update the variables they belong to."""
+        self.apply_scaled(grads, trainable_variables, self.scaler)
+
+    @tf.autograph.experimental.do_not_convert
+    def apply_scaled(
+        self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None, scaler: Any
+    ) -> None:
+        """`apply` for gradients of a loss that `scaler` (a LossScaleOptimizer or None) scaled."""
+        grads = list(grads)
+        if not grads:
+            return
+        patches.refuse_xla()
+        if trainable_variables is None:
+            if not self.built:
+                raise ValueError(
+                    "apply(grads) without variables needs a built optimizer: pass the variables, "
+                    "or call build(variables) first"
+                )
+            trainable_variables = self._trainable_variables
+        trainable_variables = list(trainable_variables)
+        if not self.built:
+            rows = [i for i, g in enumerate(grads) if isinstance(g, tf.IndexedSlices)]
+            self._build(trainable_variables, rows)
+        self._check_variables_are_known(trainable_variables)
+        aligned: list[Any] = [None] * len(self._trainable_variables)
+        given = set()
+        for grad, variable in zip(grads, trainable_variables, strict=True):
+            index = self._get_variable_index(variable)
+            aligned[index] = grad
+            given.add(index)
+        weight = weighting.take()
+        self._agree_on_gradients(aligned, weight is not None)
+        self.step.frozen = frozenset(
+            index
+            for index, variable in enumerate(self._trainable_variables)
+            if index not in given and not variable.trainable
+        )
+        with tf.name_scope(self.name):
+            self.step.run(aligned, scaler, weight, weighting.is_in_loss(self))
+
+    def _agree_on_gradients(self, grads: Sequence[Any], weighted: bool) -> None:
+        """Which variables have gradients on any rank; the first step decides, on all ranks."""
+        mine = [i for i, g in enumerate(grads) if g is not None]
+        if self.step.present is None:
+            with tf.init_scope():
+                found = self.step.wire.eager.allgather_object(
+                    [weighted, mine], name="zero/agree/present"
+                )
+            if len({w for w, _ in found}) > 1:
+                with_weight = [rank for rank, (w, _) in enumerate(found) if w]
+                raise DisagreementError(
+                    f"only ranks {with_weight} say how much they count in the first step: either "
+                    "all ranks call zero.weight, or train on what zero.shard_dataset gave them, "
+                    "or none"
+                )
+            self.step.present = frozenset(i for _, indices in found for i in indices)
+            self._filter_empty_gradients(
+                [i if i in self.step.present else None for i in range(len(grads))],
+                self._trainable_variables,
+            )
+        late = [i for i in mine if i not in self.step.present]
+        if late:
+            names = [variable_path(self._trainable_variables[i]) for i in late]
+            raise ValueError(
+                f"gradients for {names} came after a first step without them on any rank; "
+                "give the optimizer all variables that it will ever update in the first step, "
+                "or use one optimizer per group of variables"
+            )
+
+    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
+        if self.use_ema and self.step is not None:
+            self.step.wire.new_plan()
+            averages.write(self.step)
+
+    # -- what belongs to the inner optimizer ------------------------------------------------------
+
+    @property
+    def variables(self) -> list[Any]:
+        """This rank's state: counters, the learning rate and its share of the slots."""
+        own = self._variables_of_scaler()
+        return own + self.inner_optimizer.variables
+
+    def _variables_of_scaler(self) -> list[Any]:
+        return list(self.scaler._variables) if self.scaler is not None else []
+
+    @property
+    def learning_rate(self) -> Any:
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        self.inner_optimizer.learning_rate = value
+
+    @property
+    def iterations(self) -> Any:
+        return self.inner_optimizer.iterations
+
+    def scale_loss(self, loss: Any) -> Any:
+        loss = (self.scaler or self.inner_optimizer).scale_loss(loss)
+        if not weighting.holds():
+            return loss
+        # One number, instead of all gradients later.
+        weighting.put_into_loss(self)
+        return loss * tf.cast(weighting.take(), loss.dtype)
+
+    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
+        if self.step is not None:
+            raise ValueError("exclude_from_weight_decay must be called before the first step")
+        self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
+
+    def __getattr__(self, name: str) -> Any:
+        # Only what is found nowhere else comes here: beta_1, momentum and the like.
+        if name.startswith("_") or "inner_optimizer" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.inner_optimizer, name)
+
+    # -- saving -----------------------------------------------------------------------------------
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this rank holds less than the whole state."""
+        return self.step is not None and self.step.layout.size > 1
+
+    def check_savable(self) -> None:
+        """Raise where saving would store this rank's share as if it were everything."""
+        if self.is_sharded and self.saved_state is None:
+            raise ShardedStateError(
+                "model.save() would store this rank's share of the optimizer state as if it "
+                "were everything. Call zero.save_model(model, path) on all ranks instead "
+                "(rank 0 writes), add zero.callbacks.Checkpoint(path) to fit, or store the "
+                "weights alone with model.save_weights(path), which any rank can do."
+            )
+
+    def save_own_variables(self, store: Any) -> None:
+        """Called by `model.save`; needs the whole state, which `zero.save_model` collects."""
+        self.check_savable()
+        whole = self.saved_state
+        if self.step is None:
+            whole = self.loaded_state or {}
+        for key, value in (state.local_state(self) if whole is None else whole).items():
+            store[key] = value
+
+    def load_own_variables(self, store: Any) -> None:
+        """Take this rank's share of a state saved at any number of ranks."""
+        if not list(store.keys()):
+            return  # saved by save_weights, which leaves the state out
+        stored = {key: store[key] for key in store.keys()}  # noqa: SIM118
+        if self.step is not None:
+            state.load_state(self, stored)
+            return
+        state.check_scalars(self, stored)
+        self.loaded_state = {key: np.array(value) for key, value in stored.items()}
+        state.load_scalars(self, self.loaded_state)
+
+    def get_config(self) -> dict[str, Any]:
+        serialized = keras.saving.serialize_keras_object(self.scaler or self.inner_optimizer)
+        return {
+            "inner_optimizer": serialized,
+            **self.config.as_dict(),
+            "broadcast": self.broadcast,
+            "name": self.name,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        config = dict(config)
+        inner = keras.saving.deserialize_keras_object(
+            config.pop("inner_optimizer"), custom_objects=custom_objects
+        )
+        return cls(inner, **config)
+
+
+def _delegate(name: str) -> property:
+    def get(self: DistributedOptimizer) -> Any:
+        inner = self.__dict__.get("inner_optimizer")
+        return None if inner is None else getattr(inner, name)
+
+    def set_(self: DistributedOptimizer, value: Any) -> None:
+        # keras.Optimizer.__init__ sets its defaults before there is an inner optimizer.
+        if "inner_optimizer" in self.__dict__:
+            setattr(self.inner_optimizer, name, value)
+
+    return property(get, set_, doc=f"The inner optimizer's `{name}`.")
+
+
+for _name in _DELEGATED:
+    setattr(DistributedOptimizer, _name, _delegate(_name))
+
+
+def _check_inner(optimizer: Any, config: ZeroConfig) -> None:
+    if optimizer is None:
+        raise TypeError(
+            "expected a Keras optimizer, its name or its configuration to wrap, got None; for "
+            'example zero.DistributedOptimizer(keras.optimizers.Adam(1e-3)), or "adam"'
+        )
+    if isinstance(optimizer, DistributedOptimizer):
+        raise TypeError(
+            f"the optimizer is a DistributedOptimizer already ({optimizer.name!r}): wrap it once"
+        )
+    if config.stage > 2:
+        raise ValueError(
+            "DistributedOptimizer does stages 0 to 2; stage 3 shards the model's variables too"
+        )
+    if optimizer.built:
+        raise ValueError(
+            f"optimizer {optimizer.name!r} is built: it holds its full state already. Wrap a new "
+            f"one: {type(optimizer).__name__}.from_config(optimizer.get_config())"
+        )
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if config.grad_clip and (inner.clipnorm or inner.clipvalue or inner.global_clipnorm):
+        raise ValueError(
+            "grad_clip and the optimizer's own clipping are both set; use one of grad_clip, "
+            "clipnorm, clipvalue and global_clipnorm"
+        )
+
+
+def _options(optimizer: Any) -> dict[str, Any]:
+    # Keras numbers names by the order of creation, which may differ between ranks.
+    return {k: v for k, v in optimizer.get_config().items() if k != "name"}

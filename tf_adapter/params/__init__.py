@@ -1,0 +1,1 @@
+"""Where variables live: layouts, flat buffers, the pieces that this rank owns."""

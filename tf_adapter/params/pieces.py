@@ -1,0 +1,182 @@
+"""What this rank owns of a variable, dressed as a variable.
+
+The inner optimizer builds its slots on pieces and updates pieces. A piece stores nothing between
+steps: its value is read from the model's variable when an update begins, and the result is a
+tensor that goes out with the next allgather. Only 16-bit variables keep a wider master.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from zerohvd.config import ZeroConfig
+from zerohvd.keras.params import buffers
+from zerohvd.layout import Layout, ParamSpec, Piece, Span
+
+_NARROW = ("float16", "bfloat16")
+
+# An update holds up to eight tensors of the size of what it updates. What a rank owns is updated
+# in parts of this share of a bucket, so that they make one bucket together; parts fit into the
+# processor's caches, too. Below the least size, starting operations would take longer than they do.
+_PARTS = 8
+_LEAST_PART_BYTES = 64 * 1024
+
+
+def tf_variable(variable: Any) -> Any:
+    """The tf.Variable behind a keras.Variable; a tf.Variable is one itself."""
+    return variable if isinstance(variable, tf.Variable) else variable.value
+
+
+def variable_path(variable: Any) -> str:
+    return getattr(variable, "path", None) or variable.name.split(":")[0]
+
+
+class PieceVariable:
+    """Stands in for a variable in the inner optimizer's build and update_step.
+
+    Only what Keras' optimizers use is here: shape, dtype, path and name (slots are called after
+    them, and weight decay can be switched off by them), the key that identifies the variable, the
+    three assigns, and arithmetic. It is no keras.Variable, which Keras would unwrap.
+    """
+
+    # What keras.Optimizer and its subclasses ask a trainable variable for.
+    trainable = True
+    constraint = None
+    overwrite_with_gradient = False
+
+    def __init__(
+        self, variable: Any, spec: ParamSpec, piece: Piece, dtype: str, chunk: int
+    ) -> None:
+        native = tf_variable(variable)
+        self.variable, self.spec, self.piece = variable, spec, piece
+        self.path = variable_path(variable)
+        # Keras builds on keras.Variables, whose name is short, and updates tf.Variables.
+        self.name = self.path.split("/")[-1]
+        self.whole = piece.param_span == (0, spec.numel)
+        self.shape = tf.TensorShape(spec.shape if self.whole else [piece.param_span.length])
+        self.dtype = tf.as_dtype(dtype)
+        self.device = native.device
+        # Keras excludes variables from weight decay by this key, hence that of the variable.
+        self.chunk = chunk
+        self._unique_id = native._unique_id + (f"#{chunk}" if chunk else "")
+        self.master: tf.Variable | None = None
+        self._value: Any = None
+
+    def load(self) -> None:
+        """Take the current value of the model's variable."""
+        stored = self.read()
+        if self.master is None:
+            self._value = tf.cast(stored, self.dtype)
+            return
+        # The master is finer than the variable, unless someone else has set the variable since.
+        same = tf.equal(tf.cast(self.master, stored.dtype), stored)
+        self._value = tf.where(same, self.master, tf.cast(stored, self.dtype))
+
+    def read(self) -> Any:
+        """This piece of the model's variable, as it is stored there."""
+        native = tf.convert_to_tensor(tf_variable(self.variable))
+        if self.whole:
+            return native
+        return buffers.cut(tf.reshape(native, [-1]), self.piece.param_span)
+
+    def finish_build(self) -> None:
+        self.drop()
+        self.name = tf_variable(self.variable).name
+
+    def make_master(self) -> None:
+        with tf.init_scope():
+            self.load()
+            self.master = tf.Variable(self._value, trainable=False, name="master")
+
+    def drop(self) -> None:
+        """Forget the value, which belongs to one graph or one eager step."""
+        self._value = None
+
+    def set(self, value: Any) -> None:
+        """The value to go on with, for the master too."""
+        self._value = value
+        if self.master is not None:
+            self.master.assign(value)
+
+    # -- what an optimizer does with a variable ---------------------------------------------------
+
+    def assign(self, value: Any, *_: Any, **__: Any) -> PieceVariable:
+        self._value = tf.reshape(tf.cast(value, self.dtype), self.shape)
+        return self
+
+    def assign_add(self, value: Any, *_: Any, **__: Any) -> PieceVariable:
+        return self.assign(self._value + tf.cast(value, self.dtype))
+
+    def assign_sub(self, value: Any, *_: Any, **__: Any) -> PieceVariable:
+        return self.assign(self._value - tf.cast(value, self.dtype))
+
+    def read_value(self) -> Any:
+        return self._value
+
+    def numpy(self) -> Any:
+        return self._value.numpy()
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> Any:
+        return tf.convert_to_tensor(self._value, dtype=dtype, name=name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._value[key]
+
+    def __repr__(self) -> str:
+        start, stop = self.piece.param_span
+        return f"<piece [{start}:{stop}] of {self.path} {self.spec.shape} {self.dtype.name}>"
+
+
+def _forward(operator: str) -> Any:
+    def method(self: PieceVariable, *others: Any) -> Any:
+        others = tuple(o._value if isinstance(o, PieceVariable) else o for o in others)
+        return getattr(self._value, operator)(*others)
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
+    setattr(PieceVariable, f"__{_name}__", _forward(f"__{_name}__"))
+    setattr(PieceVariable, f"__r{_name}__", _forward(f"__r{_name}__"))
+for _name in ("neg", "abs", "lt", "le", "gt", "ge"):
+    setattr(PieceVariable, f"__{_name}__", _forward(f"__{_name}__"))
+
+
+def owned_pieces(
+    layout: Layout, variables: Sequence[Any], rank: int, config: ZeroConfig
+) -> list[PieceVariable]:
+    """What `rank` updates, in the layout's order."""
+    shared = layout.size > 1
+    owned: list[Piece] = list(layout.pieces(rank if shared else 0))
+    if shared and layout.partition == "flat":
+        most = max(_LEAST_PART_BYTES, config.bucket_bytes // _PARTS)
+        owned = [part for piece in owned for part in _parts(piece, most)]
+    found: list[PieceVariable] = []
+    chunks: dict[int, int] = {}
+    for piece in owned:
+        spec = layout.params[piece.param]
+        dtype = config.master_dtype or ("float32" if spec.dtype in _NARROW else spec.dtype)
+        chunk = chunks.get(piece.param, 0)
+        chunks[piece.param] = chunk + 1
+        found.append(PieceVariable(variables[piece.param], spec, piece, dtype, chunk))
+        if dtype != spec.dtype:
+            found[-1].make_master()
+    return found
+
+
+def _parts(piece: Piece, most: int) -> Iterator[Piece]:
+    """The piece in parts of at most `most` bytes of float32.
+
+    They are multiples of 64 bytes, so that where TensorFlow could slice the piece without a copy,
+    it can slice its parts.
+    """
+    length = most // 64 * 16
+    for start in range(0, piece.param_span.length, length):
+        part = Span(start, min(start + length, piece.param_span.length))
+        yield piece._replace(
+            param_span=part.shift(piece.param_span.start),
+            bucket_span=part.shift(piece.bucket_span.start),
+        )

@@ -1,0 +1,54 @@
+"""What this rank holds, and what the last step moved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zerohvd.communication.log import CommunicationReport
+from zerohvd.keras.fit.patches import unwrap
+from zerohvd.keras.optimizer import state
+from zerohvd.keras.optimizer.step import IN_FLIGHT
+from zerohvd.memory import MemoryReport
+
+
+def _built(optimizer: Any) -> Any:
+    found = unwrap(getattr(optimizer, "optimizer", optimizer))
+    if found is None:
+        raise TypeError(
+            f"expected a zero.DistributedOptimizer or a model compiled with one, got {optimizer!r}"
+        )
+    if found.step is None:
+        raise ValueError(
+            "the optimizer is not built yet: train a step, or call "
+            "opt.build(model.trainable_variables)"
+        )
+    return found
+
+
+def memory_report(optimizer: Any) -> MemoryReport:
+    """Bytes on this rank, for an optimizer or the model that was compiled with it.
+
+    `params` are the variables the optimizer manages, `optimizer` its slots and scalars, `master`
+    the float32 shards of 16-bit variables. TensorFlow frees a gradient inside the step, so
+    `grads` are sums kept by `gradient_accumulation_steps`. `buffers` are the largest buckets that
+    a step has on their way at once.
+    """
+    optimizer = _built(optimizer)
+    step = optimizer.step
+    slots = state.slot_bytes(optimizer)
+    sums = slots.pop("_accumulated_gradients", 0)
+    sums += sum(state._nbytes(s) for s in step.local_sums)
+    scalars = sum(state._nbytes(v) for v in state._scalars(optimizer).values())
+    largest = sorted((b.nbytes for b in step.layout.buckets), reverse=True)
+    return MemoryReport(
+        params=sum(state._nbytes(v) for v in step.variables),
+        grads=sums,
+        master=slots.pop("master", 0),
+        optimizer=sum(slots.values()) + scalars,
+        buffers=sum(largest[:IN_FLIGHT]) if step.wire.size > 1 else 0,
+    )
+
+
+def communication_report(optimizer: Any) -> CommunicationReport:
+    """Calls and bytes sent per operation in the most recent step on this rank."""
+    return _built(optimizer).step.wire.plan.report()

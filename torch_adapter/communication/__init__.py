@@ -1,0 +1,1 @@
+"""Horovod for torch tensors: array operations, asynchronous collectives, what travels."""

@@ -1,0 +1,222 @@
+"""Asynchronous collectives on flat torch tensors, into memory that the caller owns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import horovod.torch as hvd
+import torch
+from horovod.torch import mpi_ops
+
+from zerohvd.communication.collectives import HorovodCollectives, SingleProcess
+from zerohvd.tools.launchers import check_ranks
+from zerohvd.torch.communication import arrays
+
+
+class Handle(Protocol):
+    """Something under way."""
+
+    def wait(self) -> None: ...
+
+    def done(self) -> bool: ...
+
+
+class _Done:
+    """Nothing was under way."""
+
+    def wait(self) -> None:
+        return
+
+    def done(self) -> bool:
+        return True
+
+
+class _HorovodHandle:
+    def __init__(self, handle: int, *alive: torch.Tensor) -> None:
+        self._handle = handle
+        self._alive = alive  # memory that the collective still reads
+
+    def wait(self) -> None:
+        mpi_ops.synchronize(self._handle)
+        self._alive = ()
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._handle not in mpi_ops._handle_map or bool(mpi_ops.poll(self._handle))
+
+
+class Exchange(NamedTuple):
+    """A reducescatter under way: the caller adds up `parts` when the handle has been waited for."""
+
+    handle: Handle
+    parts: Sequence[torch.Tensor]  # this rank's part from every rank, in rank order
+    scratch: torch.Tensor  # the memory that was allocated for it
+
+
+def _wire(x: torch.Tensor) -> torch.Tensor:
+    """The view of `x` that Horovod can carry."""
+    return arrays.bits(x) if x.dtype == torch.bfloat16 else x
+
+
+class TorchCollectives(HorovodCollectives):
+    """Horovod for flat tensors, asynchronous and with as few copies as can be.
+
+    Horovod's public calls allocate an output per call, and fresh pages cost more than moving the
+    data. The calls underneath take the output; an exact-size contiguous one is filled in place.
+    """
+
+    def __init__(self, process_set: Any = None, *, native: bool | None = None) -> None:
+        """
+        Args:
+            process_set: The ranks that take part; all of them unless given.
+            native: Use Horovod's own reducescatter where it fits; by default for GPUs, where
+                NCCL's is the fastest.
+        """
+        super().__init__(hvd, process_set)
+        self._native = native
+        self.process_set_id: int = self._set.process_set_id
+
+    def exchange_start(
+        self,
+        x: torch.Tensor,
+        lengths: Sequence[int],
+        *,
+        name: str,
+        into: torch.Tensor | None = None,
+    ) -> Exchange:
+        """A reducescatter without the final sum: part r of `x`, `lengths[r]` long, goes to rank r.
+
+        Leaving the sum to the caller allows any precision, a fixed order and bfloat16, and is
+        faster than MPI's own reducescatter on large buffers. The bytes moved are the same.
+
+        Args:
+            into: Memory for one part, where the sum will stay. It becomes the `scratch` if what is
+                received is no larger.
+        """
+        own = lengths[self.rank]
+        into = None if into is None or into.dtype != x.dtype else into
+        self._note(name, "reducescatter", x, moved=(x.numel() - own) * x.element_size())
+        if self._use_native(x, lengths):
+            out = x.new_empty(own) if into is None else into
+            started = mpi_ops._reducescatter_async(x, out, name, hvd.Sum, self._set, 1.0, 1.0)
+            return Exchange(_HorovodHandle(started, x), [out], out)
+        if self.size == 2:
+            return self._exchange_with_other(x, lengths, name, into)
+        out = x.new_empty(self.size * own)
+        handle = self._alltoall_start(x, lengths, out, name)
+        return Exchange(handle, out.view(self.size, own).unbind(), out)
+
+    def _exchange_with_other(
+        self, x: torch.Tensor, lengths: Sequence[int], name: str, into: torch.Tensor | None
+    ) -> Exchange:
+        """Of two ranks, each sends only what the other one needs: its own part stays in place."""
+        first, second = x.split(list(lengths))
+        own, others = (first, second) if self.rank == 0 else (second, first)
+        out = x.new_empty(own.numel()) if into is None else into
+        splits = [0, others.numel()] if self.rank == 0 else [others.numel(), 0]
+        handle = self._alltoall_start(others, splits, out, name)
+        return Exchange(handle, [own, out] if self.rank == 0 else [out, own], out)
+
+    def _use_native(self, x: torch.Tensor, lengths: Sequence[int]) -> bool:
+        native = x.is_cuda if self._native is None else self._native
+        return native and x.dtype != torch.bfloat16 and len(set(lengths)) == 1
+
+    def _alltoall_start(
+        self, x: torch.Tensor, splits: Sequence[int], out: torch.Tensor, name: str
+    ) -> Handle:
+        received = torch.empty(self.size, dtype=torch.int32)
+        started = mpi_ops._alltoall_async(
+            _wire(x), arrays.splits(splits), _wire(out), received, name, self._set
+        )
+        return _HorovodHandle(started, x)
+
+    def gather_start(self, x: torch.Tensor, lengths: Sequence[int], *, name: str) -> Handle:
+        """An allgather in place: `x` lies on every rank, and part r of it comes from rank r."""
+        parts = x.split(list(lengths))
+        own = parts[self.rank]
+        self._note(name, "allgather", x, moved=own.numel() * own.element_size() * (self.size - 1))
+        if self.size == 2:
+            splits = [0, own.numel()] if self.rank == 0 else [own.numel(), 0]
+            return self._alltoall_start(own, splits, parts[1 - self.rank], name)
+        # Input and output of an allgather must not overlap.
+        sent = own.clone()
+        started = mpi_ops._allgather_async(_wire(sent), _wire(x), name, self._set)
+        return _HorovodHandle(started, sent)
+
+    def gather_into(
+        self, out: torch.Tensor, own: torch.Tensor, lengths: Sequence[int], *, name: str
+    ) -> Handle:
+        """An allgather of `own`, this rank's part, into `out`. Of two ranks or one, `own` may lie
+        in its place there; else it must lie elsewhere."""
+        moved = own.numel() * own.element_size() * (self.size - 1)
+        self._note(name, "allgather", out, moved=moved)
+        if self.size == 2:
+            parts = out.split(list(lengths))
+            _put(own, parts[self.rank])
+            splits = [0, own.numel()] if self.rank == 0 else [own.numel(), 0]
+            return self._alltoall_start(own, splits, parts[1 - self.rank], name)
+        started = mpi_ops._allgather_async(_wire(own), _wire(out), name, self._set)
+        return _HorovodHandle(started, own)
+
+    def broadcast_in_place(self, x: torch.Tensor, root: int = 0, *, name: str) -> None:
+        """Overwrite the contiguous `x` with that of rank `root`; waits for it."""
+        self._note(name, "broadcast", x)
+        mpi_ops.broadcast_(_wire(x), self._set.ranks[root], name=name, process_set=self._set)
+
+    def allreduce_start(self, x: torch.Tensor, op: str = "sum", *, name: str) -> Handle:
+        """Combine in place. Not for bfloat16."""
+        self._note(name, "allreduce", x)
+        started = mpi_ops.allreduce_async_(x, op=self._ops[op], name=name, process_set=self._set)
+        return _HorovodHandle(started)
+
+
+def _put(part: torch.Tensor, place: torch.Tensor) -> None:
+    if part.data_ptr() != place.data_ptr():
+        place.copy_(part)
+
+
+class LocalCollectives(SingleProcess):
+    """The same calls for a rank on its own: one process, or outside the process set."""
+
+    def exchange_start(
+        self,
+        x: torch.Tensor,
+        lengths: Sequence[int],
+        *,
+        name: str,
+        into: torch.Tensor | None = None,
+    ) -> Exchange:
+        return Exchange(_Done(), [x], x.new_empty(0))
+
+    def gather_start(self, x: torch.Tensor, lengths: Sequence[int], *, name: str) -> Handle:
+        return _Done()
+
+    def gather_into(
+        self, out: torch.Tensor, own: torch.Tensor, lengths: Sequence[int], *, name: str
+    ) -> Handle:
+        _put(own, out)
+        return _Done()
+
+    def allreduce_start(self, x: torch.Tensor, op: str = "sum", *, name: str) -> Handle:
+        return _Done()
+
+    from_numpy = staticmethod(arrays.from_numpy)
+    to_numpy = staticmethod(arrays.to_numpy)
+
+
+def join(process_set: Any = None) -> TorchCollectives | LocalCollectives:
+    """The collectives of this rank in `process_set` (all ranks unless given)."""
+    if not hvd.is_initialized():
+        raise RuntimeError("Horovod is not initialised: call horovod.torch.init() first")
+    check_ranks(os.environ, hvd.size())
+    members = hvd.global_process_set if process_set is None else process_set
+    if members.process_set_id is None:
+        raise ValueError(
+            f"process_set {members} is not registered: pass it to hvd.init(process_sets=[...]) "
+            "or hvd.add_process_set() first"
+        )
+    if not members.included() or members.size() == 1:
+        return LocalCollectives()
+    return TorchCollectives(members)

@@ -1,0 +1,1 @@
+"""Gradients from their arrival in the backward pass to this rank's reduced shards."""

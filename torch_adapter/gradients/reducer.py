@@ -1,0 +1,363 @@
+"""The gradients' way: from the model's full gradients to this rank's reduced shards."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from zerohvd.layout import Bucket, Layout
+from zerohvd.numerics import DivideFactors
+from zerohvd.torch.communication import arrays
+from zerohvd.torch.communication.collectives import Exchange, LocalCollectives, TorchCollectives
+from zerohvd.torch.pages import POOL, Range, borrow
+from zerohvd.torch.params.buffers import zero_padding
+from zerohvd.torch.shard_memory import ShardMemory
+
+# A bucket of the user's travels in this many parts, each a bucket of the layout. Of these, two may
+# be on their way while one is filled: full gradients of less than two buckets. Smaller parts cost
+# more than they hide: where ranks and Horovod's threads share the cores, every collective waits for
+# the scheduler several times.
+PARTS_PER_BUCKET = 2
+IN_FLIGHT = 2 * PARTS_PER_BUCKET - 2
+
+# Elements that are added up and scaled at a time, before they leave the processor's cache.
+_CACHED = 1 << 17
+
+# Between two looks at a collective under way: short against the time a bucket takes.
+_POLL_SECONDS = 1e-4
+
+
+@dataclasses.dataclass
+class _Pending:
+    bucket: int
+    sent: torch.Tensor  # the whole local gradient
+    exchange: Exchange
+    borrowed: Range | None  # the memory behind it, unless that is the heap's
+
+
+class GradReducer:
+    """Reduces the gradients of one Layout, bucket by bucket, in the order it is told.
+
+    Stage 2 frees a full gradient as soon as its bucket has gone and keeps the reduced shards in
+    memory of their own. Stages 0 and 1 keep full gradients, and the reduced shard replaces this
+    rank's own part of them.
+    """
+
+    shards: list[torch.Tensor | None]  # per bucket: 1-D, this rank's reduced gradient
+
+    def __init__(
+        self,
+        layout: Layout,
+        params: Sequence[torch.nn.Parameter],
+        collectives: TorchCollectives | LocalCollectives,
+        *,
+        stage: int,
+        prefix: str,
+        wire: torch.dtype | None,
+        shard_dtypes: Sequence[torch.dtype],
+        factors: DivideFactors,
+    ) -> None:
+        self._layout = layout
+        self._params = params
+        self._collectives = collectives
+        self._stage = stage
+        self._rank = collectives.rank if layout.size > 1 else 0
+        self._wire = wire
+        self._shard_dtypes = shard_dtypes
+        self._factors = factors
+        self._names = [
+            f"{prefix}/b{b.index}/reducescatter/{layout.params[b.slots[0].param].name}"
+            for b in layout.buckets
+        ]
+        self._lengths = [[s.length for s in b.spans()] for b in layout.buckets]
+        # The gradient of such a parameter is its buckets: nothing has to be copied.
+        self._exact = [
+            all(layout.buckets[b].padded == slot.length for b, slot in slots)
+            for slots in layout.slots_of
+        ]
+        self._flats: list[torch.Tensor | None] = [None] * len(layout.buckets)
+        self._borrowed: dict[int, Range] = {}  # behind flats
+        self._filled: list[set[int]] = [set() for _ in layout.buckets]
+        self._pending: deque[_Pending] = deque()
+        self.shards = [None] * len(layout.buckets)
+        # Of two ranks at stage 2, what has been received becomes the shard, in the heap: there it
+        # takes the place of activations that are gone.
+        outside = stage >= 3 or (stage == 2 and layout.size != 2)
+        buckets = layout.buckets if outside else ()
+        self.memory = ShardMemory(
+            [self._lengths[b.index][self._rank] for b in buckets],
+            [shard_dtypes[b.index] for b in buckets],
+            [params[b.slots[0].param].device for b in buckets],
+        )
+        self.weight: float | None = None  # of this rank in this step
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget the last step: the next result replaces the shard, later ones add to it."""
+        self._fresh = [False] * len(self._layout.buckets)
+        self.arrived: set[int] = set()  # parameters with a gradient in this step
+
+    def take(self, index: int) -> None:
+        """Put the finished gradient of a parameter where its buckets will find it."""
+        self.reap()
+        param = self._params[index]
+        grad = param.grad
+        if grad is None:
+            return
+        self.arrived.add(index)
+        if grad.requires_grad:
+            grad = param.grad = grad.detach()  # of a backward pass with create_graph=True
+        if grad.is_sparse:
+            grad = param.grad = grad.to_dense()
+        if self._exact[index]:
+            if not grad.is_contiguous():
+                param.grad = grad.contiguous()
+            return
+        flat_grad = grad.reshape(-1)
+        for b, slot in self._layout.slots_of[index]:
+            target = self._flat(b)[slot.start : slot.start + slot.length]
+            source = flat_grad[slot.param_start : slot.param_start + slot.length]
+            if target.data_ptr() != source.data_ptr():
+                target.copy_(source)
+            self._filled[b].add(index)
+        param.grad = None if self._stage >= 2 else self._view_of(index)
+
+    def reap(self) -> None:
+        """Free the full gradients of buckets that have been reduced by now."""
+        while self._pending and self._pending[0].exchange.handle.done():
+            self._finish(self._pending.popleft())
+
+    def has_room(self, b: int, patience: float) -> bool:
+        """Whether bucket `b` may go now; waits for earlier ones, but not beyond `patience`.
+
+        Waiting without end inside a backward pass could be for ever: another rank may have left
+        its own already, and wait for this one in a collective of the user's.
+        """
+        self.reap()
+        deadline = time.monotonic() + patience
+        while len(self._pending) >= IN_FLIGHT or any(p.bucket == b for p in self._pending):
+            oldest = self._pending[0]
+            while not oldest.exchange.handle.done():
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(_POLL_SECONDS)
+            self._finish(self._pending.popleft())
+        return True
+
+    def settle(self, patience: float) -> bool:
+        """Wait for all that is under way, but not beyond `patience`; whether it has come."""
+        deadline = time.monotonic() + patience
+        while self._pending:
+            while not self._pending[0].exchange.handle.done():
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(_POLL_SECONDS)
+            self._finish(self._pending.popleft())
+        return True
+
+    def send(self, b: int) -> None:
+        """Start the reduction of a bucket; gradients that never came count as zero."""
+        # The same bucket may be under way for the pass before, under the same name.
+        while any(p.bucket == b for p in self._pending):
+            self._finish(self._pending.popleft())
+        bucket = self._layout.buckets[b]
+        source = self._source(bucket)
+        sent = self._weighed(source)
+        name = self._names[b]
+        if self._stage == 0:
+            exchange = self._allreduce(sent, name)
+        else:
+            into = self.memory.of(b) if self.shards[b] is None else None
+            exchange = self._collectives.exchange_start(
+                sent, self._lengths[b], name=name, into=into
+            )
+        if self._stage < 2:
+            self._keep_shard_in(b, bucket, source)
+        self._pending.append(_Pending(b, sent, exchange, self._borrowed.pop(b, None)))
+
+    def finish(self, b: int | None = None) -> None:
+        """Wait until bucket `b` has been reduced, or all of them."""
+        while self._pending and (b is None or any(p.bucket <= b for p in self._pending)):
+            self._finish(self._pending.popleft())
+
+    def drop_full(self) -> None:
+        """Let go of full gradients that are partly reduced by now: nothing that a user could
+        read, clip or add to."""
+        if self._stage == 1:
+            for param in self._params:
+                param.grad = None
+
+    def release(self) -> None:
+        """Free the gradients: the forward pass needs the memory for activations, and the next
+        backward pass allocates from what it frees of those."""
+        self.shards = [None] * len(self._layout.buckets)
+        self._flats = [None] * len(self._layout.buckets)
+        for range_ in self._borrowed.values():
+            range_.free()
+        self._borrowed = {}
+        self.memory.drop()
+        if self._stage < 3:
+            POOL.trim()  # nothing will be gathered into these pages
+
+    def _weighed(self, source: torch.Tensor) -> torch.Tensor:
+        """What goes out for `source`: scaled, in the wire's dtype."""
+        before = self._factors.before * (1.0 if self.weight is None else self.weight)
+        wire = source.dtype if self._wire is None else self._wire
+        if self.weight is not None and wire == torch.float16:
+            wire = torch.float32  # a gradient times a number of samples leaves float16's range
+        if wire != source.dtype:
+            source = source.to(wire)
+        return source if before == 1.0 else source.mul_(before)
+
+    def has_sum(self, b: int) -> bool:
+        """Whether the shard of a bucket holds gradients of the step under way."""
+        return self._fresh[b] and self.shards[b] is not None
+
+    def new_sum(self, b: int) -> torch.Tensor:
+        """Memory for the reduced gradients of a bucket, all zero."""
+        like = self._params[self._layout.buckets[b].slots[0].param]
+        length, dtype = self._lengths[b][self._rank], self._shard_dtypes[b]
+        return torch.zeros(length, dtype=dtype, device=like.device)
+
+    def put_sum(self, b: int, shard: torch.Tensor) -> None:
+        """Begin the step with these reduced gradients: later ones add to them."""
+        self.shards[b] = shard
+        self._fresh[b] = True
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Every tensor held here that holds gradients."""
+        held = [*self.shards, *self._flats, *(p.sent for p in self._pending)]
+        return [t for t in held if t is not None]
+
+    def scratch(self) -> list[torch.Tensor]:
+        return [p.exchange.scratch for p in self._pending]
+
+    def _allreduce(self, sent: torch.Tensor, name: str) -> Exchange:
+        if sent.dtype == torch.bfloat16 and self._collectives.size > 1:
+            sent = arrays.float32(sent)
+        handle = self._collectives.allreduce_start(sent, name=name)
+        return Exchange(handle, [sent], sent.new_empty(0))
+
+    def _source(self, bucket: Bucket) -> torch.Tensor:
+        """The bucket's full local gradient: 1-D, padded."""
+        slot = bucket.slots[0]
+        if not self._exact[slot.param]:
+            return self._filled_flat(bucket)
+        param = self._params[slot.param]
+        if param.grad is None:
+            if self._stage >= 2:
+                return param.data.new_zeros(bucket.padded)
+            param.grad = torch.zeros_like(param.data)
+        source = param.grad.view(-1)[slot.param_start : slot.param_start + slot.length]
+        if self._stage >= 2 and slot.param_start + slot.length == param.numel():
+            param.grad = None
+        return source
+
+    def _filled_flat(self, bucket: Bucket) -> torch.Tensor:
+        flat, filled = self._flat(bucket.index), self._filled[bucket.index]
+        for slot in bucket.slots:
+            if slot.param not in filled:
+                flat[slot.start : slot.start + slot.length].zero_()
+                if self._stage < 2:
+                    self._params[slot.param].grad = self._view_of(slot.param)
+        filled.clear()
+        if self._stage >= 2:
+            self._flats[bucket.index] = None
+        return flat
+
+    def _flat(self, b: int) -> torch.Tensor:
+        flat = self._flats[b]
+        if flat is None:
+            flat = self._allocate(b)
+        return flat
+
+    def _allocate(self, b: int) -> torch.Tensor:
+        bucket = self._layout.buckets[b]
+        like = self._params[bucket.slots[0].param].data
+        chain = [b]
+        if self._stage < 2:
+            # A chunked parameter's gradient has to be one view, as the parameter itself is.
+            chain = [i for i, _ in self._layout.slots_of[bucket.slots[0].param]]
+            chain = chain if len(bucket.slots) == 1 else [b]
+        lengths = [self._layout.buckets[i].padded for i in chain]
+        whole = self._borrow(b, like) if self._stage >= 3 else None
+        whole = like.new_empty(sum(lengths)) if whole is None else whole
+        for i, flat in zip(chain, whole.split(lengths), strict=True):
+            zero_padding(flat, self._layout.buckets[i])
+            self._flats[i] = flat
+        allocated = self._flats[b]
+        assert allocated is not None
+        return allocated
+
+    def _borrow(self, b: int, like: torch.Tensor) -> torch.Tensor | None:
+        """Memory for a bucket's full gradient, of what units have left: when a backward pass
+        begins, the heap is full of activations."""
+        if like.device.type != "cpu":
+            return None
+        range_ = borrow(self._layout.buckets[b].padded * like.element_size())
+        if range_ is None:
+            return None
+        self._borrowed[b] = range_
+        return range_.tensor.view(like.dtype)
+
+    def _view_of(self, index: int) -> torch.Tensor:
+        """The parameter's gradient inside the flat buffers of stages 0 and 1."""
+        b, slot = self._layout.slots_of[index][0]
+        param, flat = self._params[index], self._flat(b)
+        offset = flat.storage_offset() + slot.start
+        whole = flat.new_empty(0).set_(flat.untyped_storage(), offset, (param.numel(),))
+        return whole.view(param.shape)
+
+    def _keep_shard_in(self, b: int, bucket: Bucket, source: torch.Tensor) -> None:
+        if source.dtype == self._shard_dtypes[b]:
+            span = bucket.span(self._rank)
+            self.shards[b] = source[span.start : span.stop]
+
+    def _finish(self, pending: _Pending) -> None:
+        pending.exchange.handle.wait()
+        b = pending.bucket
+        shard = self.shards[b]
+        if shard is None:
+            shard = self.shards[b] = self._new_shard(b, pending.exchange.scratch)
+        _combine(shard, pending.exchange.parts, self._factors.after, add=self._fresh[b])
+        self._fresh[b] = True
+        if pending.borrowed is not None:
+            pending.borrowed.free()
+
+    def _new_shard(self, b: int, scratch: torch.Tensor) -> torch.Tensor:
+        """Memory for the sum; what has been received from the one other rank will do."""
+        length, dtype = self._lengths[b][self._rank], self._shard_dtypes[b]
+        if scratch.numel() == length and scratch.dtype == dtype:
+            return scratch
+        memory = self.memory.of(b)
+        return scratch.new_empty(length, dtype=dtype) if memory is None else memory
+
+
+def _combine(
+    shard: torch.Tensor, parts: Sequence[torch.Tensor], scale: float, *, add: bool
+) -> None:
+    """shard (+)= scale * (parts[0] + parts[1] + ...), added in rank order, in shard's dtype.
+
+    One of the parts may be the shard itself, but only of two or fewer.
+    """
+    if add:
+        total = parts[0].to(shard.dtype)
+        for part in parts[1:]:
+            total += part
+        shard.add_(total, alpha=scale)
+        return
+    for total, *pieces in zip(*(t.split(_CACHED) for t in (shard, *parts)), strict=True):
+        if len(pieces) > 1 and pieces[0].dtype == total.dtype:
+            torch.add(pieces[0], pieces[1], out=total)
+            rest = pieces[2:]
+        else:
+            total.copy_(pieces[0])
+            rest = pieces[1:]
+        for piece in rest:
+            total.add_(piece)
+        if scale != 1.0:
+            total.mul_(scale)

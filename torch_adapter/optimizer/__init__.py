@@ -1,0 +1,1 @@
+"""The sharded optimizer: how it is made, updates, keeps its state."""

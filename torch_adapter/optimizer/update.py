@@ -1,0 +1,97 @@
+"""The update, in waves: while one part of the shards is updated, the gradients of the next part are
+still coming in and the parameters of the part before are going out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from zerohvd.torch.communication.collectives import Handle
+from zerohvd.torch.optimizer.offload import Offload
+from zerohvd.torch.optimizer.partition import is_elementwise
+from zerohvd.torch.params.section import ShardedParams
+
+# The first part is updated while the gradients of the rest come in, and goes out while the rest is
+# updated.
+WAVES = 2
+
+
+class Part(NamedTuple):
+    """Buckets of one section."""
+
+    section: ShardedParams
+    buckets: range
+
+
+def plan(
+    sections: Sequence[ShardedParams], inner: torch.optim.Optimizer, offload: Offload | None
+) -> list[list[Part]]:
+    """The waves of a step: lists of parts that are updated by one call of the inner optimizer."""
+    if offload is not None and offload.on_disk:
+        return [[Part(s, s.buckets)] for s in sections]  # the state of one is in memory at a time
+    if not can_be_split(inner):
+        return [[Part(s, s.buckets) for s in sections]]
+    return _cut(sections)
+
+
+def can_be_split(inner: torch.optim.Optimizer) -> bool:
+    """Whether several calls of `step()`, each with some of the gradients, do the same as one.
+
+    An optimizer of the user's may count its calls, and so may hooks.
+    """
+    hooks = (inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks)
+    # A learning-rate scheduler made for the inner optimizer only notes that step() was called.
+    step = vars(inner).get("step")
+    replaced = step is not None and not hasattr(step, "_wrapped_by_lr_sched")
+    return is_elementwise(inner) and not any(hooks) and not replaced
+
+
+def _cut(sections: Sequence[ShardedParams]) -> list[list[Part]]:
+    """Runs of buckets of about equal bytes, in the order in which they have been sent."""
+    goal = sum(b.nbytes for s in sections for b in s.layout.buckets) / WAVES
+    waves: list[list[Part]] = [[]]
+    filled = 0
+    for section in sections:
+        first = 0
+        for b, bucket in enumerate(section.layout.buckets):
+            filled += bucket.nbytes
+            if filled >= goal and len(waves) < WAVES:
+                waves[-1].append(Part(section, range(first, b + 1)))
+                waves.append([])
+                first, filled = b + 1, 0
+        waves[-1].append(Part(section, range(first, section.buckets.stop)))
+    return waves
+
+
+def run(
+    waves: Sequence[Sequence[Part]],
+    inner: torch.optim.Optimizer,
+    offload: Offload | None,
+    *,
+    synchronized: bool,
+) -> None:
+    """Update the shards, and return when every rank's parameters are current.
+
+    Args:
+        synchronized: The pieces hold their gradients; otherwise these are still coming in.
+    """
+    held = [[part.section.take_piece_grads(part.buckets) for part in wave] for wave in waves]
+    under_way: list[Handle] = []
+    for wave, grads in zip(waves, held, strict=True):
+        for part, kept in zip(wave, grads, strict=True):
+            part.section.refresh_masters(part.buckets)
+            if synchronized:
+                part.section.give_piece_grads(part.buckets, kept)
+            elif part.buckets:
+                part.section.reducer.finish(part.buckets[-1])
+                part.section.set_piece_grads(part.buckets)
+        inner.step()
+        for part in wave:
+            part.section.take_piece_grads(part.buckets)  # the next call must not see them again
+            under_way += part.section.gather_start(part.buckets)
+            if offload is not None:
+                offload.absorb(inner, part.section)
+    for handle in under_way:
+        handle.wait()

@@ -1,0 +1,113 @@
+"""Model and optimizer in one call."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+
+from zerohvd.torch.communication.collectives import TorchCollectives, join
+from zerohvd.torch.gradients.hooks import UnitHooks
+from zerohvd.torch.optimizer.distributed import DistributedOptimizer
+from zerohvd.torch.optimizer.zero_optimizer import ZeroOptimizer
+from zerohvd.torch.params.buffers import FlatParams
+from zerohvd.torch.params.section import NamedParam, check_free
+from zerohvd.torch.stage3 import placeholder
+from zerohvd.torch.stage3.deferred import fill_deferred, materialise
+from zerohvd.torch.stage3.gathered import units_of
+from zerohvd.torch.stage3.module_state import ModuleState
+from zerohvd.torch.stage3.planning import PERSIST_BELOW, UnitOptions, plan_units
+from zerohvd.torch.stage3.units import Units
+
+
+def zeroify(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    stage: int = 2,
+    units: Any = None,
+    persist_below: int | None = None,
+    reshard_after_forward: bool | None = None,
+    **options: Any,
+) -> tuple[torch.nn.Module, ZeroOptimizer]:
+    """Give all ranks the weights of the first one, and shard the optimizer.
+
+    Args:
+        model: The model; it stays the same object.
+        optimizer: The plain torch optimizer of its parameters.
+        stage: As for `DistributedOptimizer`; 3: parameters are sharded too.
+        units: Stage 3: the modules whose parameters are gathered together. A class, a tuple of
+            classes, a predicate of a module, or a list of modules. None: repeated blocks, which are
+            items of a ModuleList or Sequential that share their class. What is in no unit is the
+            root, which is gathered during the whole of the forward and backward pass.
+        persist_below: Stage 3: parameters with fewer elements than this stay gathered.
+        reshard_after_forward: Stage 3: False keeps units gathered between their forward and
+            backward pass: less traffic, more memory.
+        options: Any keyword of `DistributedOptimizer` but `named_parameters`.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if "named_parameters" in options:
+        raise TypeError("zeroify() takes the names from the model: drop named_parameters")
+    said = {
+        "units": units,
+        "persist_below": persist_below,
+        "reshard_after_forward": reshard_after_forward,
+    }
+    _let_go(model)
+    given = {key: value for key, value in said.items() if value is not None}
+    if stage != 3:
+        materialise(model, list(model.parameters()))
+    if stage == 3:
+        options["_units"] = _plan(model, options.get("process_set"), given)
+    elif given:
+        raise ValueError(f"{', '.join(given)} can be given with stage=3 only, and stage is {stage}")
+    sharded = DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), stage=stage, **options
+    )
+    _broadcast(model, sharded)
+    if sharded.units is not None:
+        sharded.units.free_idle()
+        sharded.units.hooks = [UnitHooks(sharded.units), ModuleState(model, sharded.units)]
+    return model, sharded
+
+
+def _let_go(model: torch.nn.Module) -> None:
+    """Make a model whole that an optimizer which is gone has left sharded."""
+    for name, param in model.named_parameters():
+        units = units_of(param)
+        if units is not None:
+            check_free(NamedParam(name, param))
+            units.dissolve()
+
+
+def _plan(model: torch.nn.Module, process_set: Any, given: dict[str, Any]) -> Any:
+    options = UnitOptions(**{"persist_below": PERSIST_BELOW, **given})
+    if not isinstance(join(process_set), TorchCollectives):
+        # A rank on its own holds everything anyway.
+        options = UnitOptions(units=options.units, persist_below=sys.maxsize)
+    plan = plan_units(model, options)
+    materialise(model, [param for _, param in plan.persistent])
+    return functools.partial(Units, plan, options, fill_deferred)
+
+
+def _broadcast(model: torch.nn.Module, opt: ZeroOptimizer) -> None:
+    """After the layouts have been compared: ranks with other models get an error, not a hang."""
+    collectives = opt.collectives
+    if not isinstance(collectives, TorchCollectives):
+        return
+    whole = [s.flat for s in opt._sections if isinstance(s.flat, FlatParams)]
+    for index, flat in enumerate(flat for memory in whole for flat in memory.flats):
+        collectives.broadcast_in_place(flat, name=f"zero/init/bucket{index}")
+    sharded = {p for section in opt._sections for p in section.params}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if tensor in sharded or placeholder.is_hidden(tensor):
+            continue
+        if tensor.numel():
+            contiguous = tensor.detach().contiguous()
+            collectives.broadcast_in_place(contiguous, name=f"zero/init/{name}")
+            tensor.detach().copy_(contiguous)

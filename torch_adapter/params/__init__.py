@@ -1,0 +1,1 @@
+"""Where parameters live: names, flat buffers, the pieces that this rank owns."""

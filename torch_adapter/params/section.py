@@ -1,0 +1,262 @@
+"""A set of parameters that is sharded together: its layout, memory and gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from zerohvd.communication.agreement import check_agreement
+from zerohvd.config import ZeroConfig
+from zerohvd.layout import Layout, ParamSpec, Piece, build_layout
+from zerohvd.numerics import DivideFactors
+from zerohvd.schedule import Schedule
+from zerohvd.torch.communication import arrays
+from zerohvd.torch.communication.collectives import Handle, LocalCollectives, TorchCollectives
+from zerohvd.torch.gradients.reducer import PARTS_PER_BUCKET, GradReducer
+from zerohvd.torch.params.buffers import FlatParams, piece_view
+from zerohvd.torch.stage3.storage import UnitFlats
+
+_NARROW = (torch.float16, torch.bfloat16)
+
+Memory = Callable[[Layout, Sequence[torch.nn.Parameter]], FlatParams | UnitFlats]
+
+
+MakeMaster = Callable[[torch.Tensor, torch.dtype], torch.Tensor | None]
+
+
+def _in_place(shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    return None if dtype == shard.dtype else shard.to(dtype)
+
+
+def _whole(layout: Layout, params: Sequence[torch.nn.Parameter]) -> FlatParams:
+    return FlatParams(layout, params)
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedParam:
+    """A parameter of the model, with the name the user knows it by."""
+
+    name: str
+    param: torch.nn.Parameter
+    group: int | str = 0  # parameters of different groups never travel together
+
+    @property
+    def spec(self) -> ParamSpec:
+        # The kind of device, not its number: each rank has another GPU.
+        group = f"{self.group}/{self.param.device.type}"
+        return ParamSpec(
+            self.name, tuple(self.param.shape), arrays.dtype_name(self.param.dtype), group
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnedPiece:
+    """What this rank owns of a parameter, as the inner optimizer sees it."""
+
+    piece: Piece
+    tensor: torch.nn.Parameter  # a view of the flat parameters, or of a master
+
+
+def _bucket_of(owned: OwnedPiece) -> int:
+    return owned.piece.bucket
+
+
+class Owner(weakref.ref):  # type: ignore[type-arg]
+    """Whose a parameter is. A model that comes from a file is nobody's.
+
+    Autograd's references to parameters are out of the garbage collector's sight: one from a
+    parameter to who holds them would keep a model that nobody has any more.
+    """
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def check_free(named: NamedParam) -> None:
+    """A second optimizer on the same parameter would find its gradient taken by the first."""
+    owner = getattr(named.param, "_zerohvd_owner", None)
+    if owner is not None and owner() is not None:
+        raise ValueError(
+            f"parameter {named.name!r} belongs to another sharded optimizer. One parameter can "
+            "be in one of them; call close() on the old one, or delete it, before making a new one"
+        )
+
+
+class ShardedParams:
+    """Parameters laid out together. Everything here is local, but for `gather` and the reducer.
+
+    Attributes:
+        layout: Where each parameter lives.
+        owned: This rank's pieces, in the layout's order.
+        reducer: The way of the gradients.
+        schedule: When a bucket may go.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[NamedParam],
+        collectives: TorchCollectives | LocalCollectives,
+        config: ZeroConfig,
+        *,
+        prefix: str,
+        wire: torch.dtype | None,
+        factors: DivideFactors,
+        settings: dict[str, Any],
+        memory: Memory | None = None,
+        master: MakeMaster | None = None,
+    ) -> None:
+        """
+        Args:
+            memory: Where the parameters live; flat buffers that hold them whole unless given.
+            master: Makes what the optimizer updates in the place of a shard, in a dtype; None for
+                the shard itself.
+        """
+        self.named = tuple(named)
+        for n in named:
+            check_free(n)
+        self.params = [n.param for n in named]
+        self._collectives = collectives
+        # Plain data parallelism is the layout of a single rank on every rank.
+        size = 1 if config.stage == 0 else collectives.size
+        self.layout: Layout = build_layout(
+            [n.spec for n in named],
+            size,
+            bucket_bytes=max(1, config.bucket_bytes // PARTS_PER_BUCKET),
+            partition=config.partition,
+        )
+        check_agreement(collectives, self.layout, settings)
+        self.rank = collectives.rank if size > 1 else 0
+        self._names = [
+            f"{prefix}/b{b.index}/allgather/{self.layout.params[b.slots[0].param].name}"
+            for b in self.layout.buckets
+        ]
+        self._lengths = [[span.length for span in b.spans()] for b in self.layout.buckets]
+        self.flat = (memory or _whole)(self.layout, self.params)
+        self.buckets = range(len(self.layout.buckets))
+        self.masters = self._make_masters(config, master or _in_place)
+        self.owned = [self._own(piece) for piece in self.layout.pieces(self.rank)]
+        self.schedule = Schedule(self.layout)
+        self.reducer = GradReducer(
+            self.layout,
+            self.params,
+            collectives,
+            stage=config.stage,
+            prefix=prefix,
+            wire=wire,
+            shard_dtypes=[
+                f.dtype if m is None else m.dtype
+                for f, m in zip(self.flat.flats, self.masters, strict=True)
+            ],
+            factors=factors,
+        )
+
+    def _make_masters(self, config: ZeroConfig, make: MakeMaster) -> list[torch.Tensor | None]:
+        """Per bucket: this rank's shard in the master's dtype; None where it is the params'."""
+        masters: list[torch.Tensor | None] = []
+        for b, flat in enumerate(self.flat.flats):
+            dtype = torch.float32 if flat.dtype in _NARROW else flat.dtype
+            if config.master_dtype is not None:
+                dtype = arrays.dtype_of(config.master_dtype)
+            masters.append(make(self.param_shard(b), dtype))
+        return masters
+
+    def param_shard(self, b: int) -> torch.Tensor:
+        """This rank's part of bucket `b`, in the parameters' own dtype: 1-D."""
+        return self.flat.shard(b, self.rank)
+
+    def _own(self, piece: Piece) -> OwnedPiece:
+        b = piece.bucket
+        master = self.masters[b]
+        shard = self.param_shard(b) if master is None else master
+        shape = self.params[piece.param].shape
+        view = piece_view(shard, self.layout.buckets[b], self.rank, piece, shape)
+        return OwnedPiece(piece, torch.nn.Parameter(view.detach()))
+
+    def set_piece_grads(self, buckets: range) -> None:
+        """Give each piece its reduced gradient; none where the parameter is frozen now.
+
+        A parameter that no rank has used gets zeros, as with Horovod: a rank cannot know what
+        the others used. A rank on its own can, and leaves the parameter alone as torch does.
+        """
+        alone = self._collectives.size == 1
+        for owned in self._owned_of(buckets):
+            piece = owned.piece
+            shard = self.reducer.shards[piece.bucket]
+            unused = alone and piece.param not in self.reducer.arrived
+            if shard is None or unused or not self.params[piece.param].requires_grad:
+                owned.tensor.grad = None
+                continue
+            bucket = self.layout.buckets[piece.bucket]
+            shape = self.params[piece.param].shape
+            grad = piece_view(shard, bucket, self.rank, piece, shape)
+            owned.tensor.grad = grad.to(owned.tensor.device)
+
+    def take_piece_grads(self, buckets: range) -> list[torch.Tensor | None]:
+        """Take the gradients away from the pieces of these buckets."""
+        grads = []
+        for owned in self._owned_of(buckets):
+            grads.append(owned.tensor.grad)
+            owned.tensor.grad = None
+        return grads
+
+    def give_piece_grads(self, buckets: range, grads: Sequence[torch.Tensor | None]) -> None:
+        for owned, grad in zip(self._owned_of(buckets), grads, strict=True):
+            owned.tensor.grad = grad
+
+    def _owned_of(self, buckets: range) -> Sequence[OwnedPiece]:
+        """The pieces in these buckets: they lie in the layout's order."""
+        first = bisect_left(self.owned, buckets.start, key=_bucket_of)
+        return self.owned[first : bisect_left(self.owned, buckets.stop, first, key=_bucket_of)]
+
+    def set_owner(self, owner: Any) -> None:
+        """Note who takes the gradients of these parameters; None: nobody any more."""
+        for param in self.params:
+            param._zerohvd_owner = None if owner is None else Owner(owner)
+
+    def frozen(self) -> list[int]:
+        return [i for i, p in enumerate(self.params) if not p.requires_grad]
+
+    def gather_start(self, buckets: range) -> list[Handle]:
+        """Publish the updated shards: when all handles have been waited for, the parameters of
+        every rank are current. Those of a unit travel when it is needed next."""
+        under_way = []
+        for b in buckets:
+            flat, master = self.flat.flats[b], self.masters[b]
+            if master is not None:
+                self.param_shard(b).copy_(master)
+            if self.layout.size > 1 and isinstance(self.flat, FlatParams):
+                handle = self._collectives.gather_start(flat, self._lengths[b], name=self._names[b])
+                under_way.append(handle)
+        return under_way
+
+    def refresh_masters(self, buckets: range) -> None:
+        """Take over what has been written into 16-bit parameters since the last step.
+
+        Loading a checkpoint and hvd.broadcast_parameters() write them without a trace, so the
+        values themselves are compared.
+        """
+        for b in buckets:
+            master = self.masters[b]
+            if master is None:
+                continue
+            own = self.param_shard(b)
+            if own.device != master.device:
+                own = own.to(master.device)
+            differs = master.to(own.dtype) != own
+            if differs.any():
+                master[differs] = own[differs].to(master.dtype)
+
+    def check_in_place(self) -> None:
+        index = self.flat.moved()
+        if index is not None:
+            raise RuntimeError(
+                f"parameter {self.named[index].name!r} was given other memory after it had been "
+                "sharded (model.to(), .half(), .data = ...). Move or convert the model first, "
+                "then make the optimizer; to change values later, write in place "
+                "(param.data.copy_(...))."
+            )

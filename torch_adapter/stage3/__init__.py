@@ -1,0 +1,1 @@
+"""Sharded parameters: units that are gathered before they run and freed after."""

@@ -1,0 +1,132 @@
+"""Reading and writing sharded parameters outside of the model's own passes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch import nn
+
+from zerohvd.torch.stage3.unit import Unit
+from zerohvd.torch.stage3.units import Units
+
+
+def units_of(param: nn.Parameter) -> Units | None:
+    """Who gathers this parameter; None: it is whole."""
+    owner = getattr(param, "_zerohvd_units", None)
+    return None if owner is None else owner()
+
+
+@contextlib.contextmanager
+def gathered(
+    what: nn.Module | nn.Parameter | Iterable[nn.Parameter],
+    writable: bool = False,
+    *,
+    from_rank: int = 0,
+) -> Iterator[None]:
+    """Hold parameters whole inside the block, on every rank. All ranks must enter it.
+
+        with zero.gathered(model.embed):
+            print(model.embed.weight.norm())
+        with zero.gathered(model.embed, writable=True):
+            model.embed.weight.zero_()
+
+    Parameters that are not sharded may be among them. The units they belong to are gathered whole,
+    so take one after the other of a model that does not fit.
+
+    Args:
+        what: A module, a parameter, or several parameters.
+        writable: Keep what has been written when the block ends. All ranks get the values of rank
+            `from_rank`, whatever the others have written.
+        from_rank: The rank, inside the optimizer's process set, whose values are kept.
+    """
+    params = _parameters(what)
+    held = _hold(params)
+    guarded = []
+    try:
+        for part in (part for _, members in held for unit in members for part in unit.parts):
+            part.guard()
+            guarded.append(part)
+        with torch.no_grad() if writable else contextlib.nullcontext():
+            yield
+        if writable:
+            _publish(params, held, from_rank)
+        else:
+            _refuse_writes(held)
+    finally:
+        for part in guarded:
+            part.unguard()
+        for units, members in held:
+            units.let_go(members)
+
+
+def _parameters(what: Any) -> list[nn.Parameter]:
+    if isinstance(what, nn.Module):
+        return list(what.parameters())
+    if isinstance(what, torch.Tensor):
+        what = [what]
+    found = list(what.values() if isinstance(what, dict) else what)
+    for item in found:
+        if not isinstance(item, torch.Tensor):
+            raise TypeError(
+                f"gathered() takes a module, a parameter or several parameters, got {item!r}"
+            )
+    return found
+
+
+def _hold(params: Iterable[nn.Parameter]) -> list[tuple[Units, list[Unit]]]:
+    wanted: dict[Units, list[nn.Parameter]] = {}
+    for param in params:
+        units = units_of(param)
+        if units is not None:
+            wanted.setdefault(units, []).append(param)
+    held: list[tuple[Units, list[Unit]]] = []
+    for units, members in wanted.items():
+        found = units.of(members)
+        units.hold(found)
+        held.append((units, found))
+    return held
+
+
+def _publish(
+    params: Iterable[nn.Parameter], held: Iterable[tuple[Units, list[Unit]]], root: int
+) -> None:
+    sharded = set()
+    for _, members in held:
+        for unit in members:
+            sharded.update(unit.params)
+            for part in unit.parts:
+                part.broadcast(root)
+                part.keep()
+    for index, param in enumerate(p for p in params if p not in sharded):
+        if hvd.size() > 1 and param.numel():
+            value = param.data.contiguous()
+            wire = value.view(torch.int16) if value.dtype == torch.bfloat16 else value
+            hvd.broadcast_(wire, root, name=f"zero/written/{index}")
+            param.data.copy_(value)
+
+
+def _refuse_writes(held: Iterable[tuple[Units, list[Unit]]]) -> None:
+    for units, members in held:
+        name = _written(members)
+        # A rank sees a write in its own part only; all of them have to stop.
+        seen = torch.tensor([0.0 if name is None else 1.0])
+        handle = units.collectives.allreduce_start(seen, "max", name=f"{units.prefix}/read")
+        units.waiting.wait([handle])
+        if seen.item():
+            what = "a parameter" if name is None else f"parameter {name!r}, or one beside it,"
+            raise RuntimeError(
+                f"{what} was written inside zero.gathered(); the new values are lost. Pass "
+                "writable=True to keep them"
+            )
+
+
+def _written(members: list[Unit]) -> str | None:
+    for part in (part for unit in members for part in unit.parts):
+        index = part.changed()
+        if index is not None:
+            return part.layout.params[index].name
+    return None

@@ -1,0 +1,118 @@
+"""model.state_dict() and load_state_dict() of a model whose parameters are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerohvd.torch.stage3 import placeholder
+from zerohvd.torch.stage3.unit import Unit
+from zerohvd.torch.stage3.units import Units
+
+
+class ModuleState:
+    """Hooks that make the state dict of a sharded model, or of a part of it, a plain one.
+
+    Saving is collective and goes unit by unit: besides the result, one unit is whole at a time.
+    Loading is local: every rank reads the whole state and keeps its part.
+    """
+
+    def __init__(self, model: nn.Module, units: Units) -> None:
+        self._units = units
+        self._outermost: nn.Module | None = None
+        self._open: dict[Unit, int] = {}  # units being loaded into, by how many modules
+        self._handles: list[Any] = []
+        before, after = self._saving()
+        for module in _with_params(model):
+            self._handles += [
+                module.register_state_dict_pre_hook(before),
+                module._register_state_dict_hook(after),
+            ]
+        for unit in units.all:
+            before, after = self._loading(unit)
+            for module in dict.fromkeys([unit.module, *unit.owners]):
+                self._handles += [
+                    module.register_load_state_dict_pre_hook(before),
+                    module.register_load_state_dict_post_hook(after),
+                ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    # -- saving -----------------------------------------------------------------------------------
+
+    def _saving(self) -> tuple[Callable[..., None], Callable[..., None]]:
+        def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+            # Children come after their parents, under a longer prefix.
+            if self._outermost is None or not prefix:
+                self._outermost = module
+
+        def after(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+            if module is self._outermost:
+                self._outermost = None
+                self._fill(state)
+
+        return before, after
+
+    def _fill(self, state: dict[str, Any]) -> None:
+        """Put values in the place of stand-ins, and copies in that of memory which will go.
+
+        Parameters themselves stay: they were asked for by keep_vars=True.
+        """
+        parts = [part for unit in self._units.all for part in unit.parts]
+        coming_and_going = {m.storage._cdata for part in parts for m in part.memories}
+        wanted: dict[nn.Parameter, list[str]] = {}
+        for key, value in state.items():
+            if isinstance(value, placeholder.HiddenTensor):
+                wanted.setdefault(placeholder.parameter_of(value), []).append(key)
+            elif isinstance(value, nn.Parameter) or not isinstance(value, torch.Tensor):
+                continue
+            elif value.untyped_storage()._cdata in coming_and_going:
+                state[key] = value.clone()
+        for param, value in self.stream(wanted):
+            state.update(dict.fromkeys(wanted[param], value))
+
+    def stream(self, params: Any) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """A copy of each of these parameters, unit by unit; all ranks must go through it."""
+        for unit in self._units.of(params):
+            self._units.hold([unit])
+            try:
+                for param in unit.params:
+                    if param in params:
+                        yield param, param.detach().clone()
+            finally:
+                self._units.let_go([unit])
+
+    # -- loading ----------------------------------------------------------------------------------
+
+    def _loading(self, unit: Unit) -> tuple[Callable[..., None], Callable[..., None]]:
+        def before(module: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:
+            if metadata.get("assign_to_params_buffers", False):
+                raise ValueError(
+                    "load_state_dict(assign=True) would give the model other parameters than the "
+                    "optimizer's; leave assign out: the values are copied into the shards"
+                )
+            if not self._open:
+                self._units.loads += 1
+            if unit not in self._open:
+                unit.open(self._units)
+            self._open[unit] = self._open.get(unit, 0) + 1
+
+        def after(module: nn.Module, incompatible: Any) -> None:
+            self._open[unit] -= 1
+            if not self._open[unit]:
+                del self._open[unit]
+                unit.close(self._units)
+
+        return before, after
+
+
+def _with_params(model: nn.Module) -> Iterator[nn.Module]:
+    for module in model.modules():
+        if next(module.parameters(), None) is not None:
+            yield module

@@ -1,0 +1,1 @@
+"""What ranks do together: collectives, their log, and agreement between ranks."""

@@ -1,0 +1,99 @@
+"""All ranks must run the same model with the same settings: checked once, before training.
+
+Ranks that differ would otherwise wait for each other for ever, or mix up parameters of the same
+size without a word. The check itself moves a fixed number of bytes whatever the ranks hold, so it
+works between ranks that disagree about everything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from zerohvd.communication.collectives import Collectives
+from zerohvd.errors import DisagreementError
+from zerohvd.layout import Layout, ParamSpec
+
+
+def check_agreement(
+    collectives: Collectives,
+    layout: Layout,
+    settings: Mapping[str, Any],
+    *,
+    what: str = "zero.DistributedOptimizer",
+) -> None:
+    """Raise the same DisagreementError on every rank unless all ranks agree.
+
+    Args:
+        collectives: Joins the ranks that must agree.
+        layout: This rank's.
+        settings: This rank's, as JSON can say them.
+        what: Where the user stands, for the error.
+    """
+    laid_out = {
+        "layout.size": layout.size,
+        "layout.partition": layout.partition,
+        "layout.bucket_bytes": layout.bucket_bytes,
+        "layout.chunk_bytes": layout.chunk_bytes,
+    }
+    mine = json.dumps({**settings, **laid_out}, sort_keys=True, default=repr)
+    digest = hashlib.sha256(f"{layout.fingerprint()}{mine}".encode()).digest()
+    sent = collectives.from_numpy(np.frombuffer(digest, np.uint8).copy())
+    seen = collectives.to_numpy(collectives.allgather(sent, name="zero/agree/digest"))
+    digests = {row.tobytes() for row in seen.reshape(collectives.size, -1)}
+    # Every rank sees the same digests, so all of them take the same branch.
+    if len(digests) == 1:
+        return
+    own = {"settings": mine, "params": [_describe(p) for p in layout.params]}
+    reference = collectives.broadcast_object(own, name="zero/agree/reference")
+    difference = _first_difference(reference, own)
+    found = collectives.allgather_object(difference, name="zero/agree/difference")
+    raise DisagreementError(_message(what, found))
+
+
+def _describe(spec: ParamSpec) -> list[Any]:
+    return [spec.name, list(spec.shape), spec.dtype, spec.group]
+
+
+def _first_difference(reference: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str] | None:
+    """[where, value at rank 0, value here], or None if there is no difference."""
+    theirs: Sequence[list[Any]] = reference["params"]
+    ours: Sequence[list[Any]] = mine["params"]
+    for index, (a, b) in enumerate(zip(theirs, ours, strict=False)):
+        if a != b:
+            where = f"parameter {index}" if a[0] != b[0] else f"parameter {a[0]!r}"
+            return [where, _say(a), _say(b)]
+    if len(theirs) != len(ours):
+        index = min(len(theirs), len(ours))
+        return [
+            f"parameter {index}",
+            _say(theirs[index]) if index < len(theirs) else f"only {len(theirs)} parameters",
+            _say(ours[index]) if index < len(ours) else f"only {len(ours)} parameters",
+        ]
+    a, b = json.loads(reference["settings"]), json.loads(mine["settings"])
+    for key in sorted({*a, *b}):
+        # As text, like the digests: 1 and 1.0, or None and no such setting, are differences too.
+        said, says = (json.dumps(s[key]) if key in s else "no such setting" for s in (a, b))
+        if said != says:
+            return [f"setting {key!r}", said, says]
+    return None
+
+
+def _say(described: Sequence[Any]) -> str:
+    name, shape, dtype, group = described
+    return f"{name!r} {tuple(shape)} {dtype}" + (f" in group {group!r}" if group else "")
+
+
+def _message(what: str, found: Sequence[Sequence[str] | None]) -> str:
+    rank, first = next((r, f) for r, f in enumerate(found) if f is not None)
+    where, reference, other = first
+    differing = [r for r, f in enumerate(found) if f is not None]
+    return (
+        f"{what}: the ranks disagree, first at {where}: rank 0 has {reference}, "
+        f"rank {rank} has {other} (ranks that differ from rank 0: {differing}). "
+        "Build the same model, in the same order, with the same settings on every rank."
+    )

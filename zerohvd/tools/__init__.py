@@ -1,0 +1,1 @@
+"""Around the training: the Horovod builder, the doctor, launchers, the command line."""
