@@ -32,7 +32,6 @@ def run(suite: str, np: int, options: list[str]) -> bool:
             "ZEROHVD_TEST_RANKS": logs,
             "OMP_NUM_THREADS": "1",
             "TF_NUM_INTRAOP_THREADS": "1",
-            "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
             "HOROVOD_CACHE_CAPACITY": "8192",
             "PYTHONFAULTHANDLER": "1",
         }

@@ -9,18 +9,6 @@ import pytest
 import zerohvd.keras as zero
 
 
-@pytest.fixture(scope="module")
-def members():
-    """All ranks but the first; with one rank, that one."""
-    if world.SIZE == 1:
-        yield hvd.global_process_set
-        return
-    process_set = hvd.add_process_set(hvd.ProcessSet(list(range(1, world.SIZE))))
-    yield process_set
-    hvd.allreduce(np.zeros(1, "float32"), name="members_done")
-    hvd.remove_process_set(process_set)
-
-
 def group_of(members):
     return members.ranks if members.included() and world.SIZE > 1 else [world.RANK]
 

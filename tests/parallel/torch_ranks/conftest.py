@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -8,10 +9,15 @@ import horovod.torch as hvd
 import pytest
 import torch
 
+from zerohvd.tools.launchers import detect
 from zerohvd.torch.gradients import weighting
 
 torch.set_num_threads(1)
-hvd.init()
+# Registered at the start: with HOROVOD_DYNAMIC_PROCESS_SETS=1 Horovod's background thread holds a
+# lock while it waits for the other ranks, and some kernels then let a rank's own calls starve.
+RANKS = detect(os.environ).size or 1
+FIRST, OTHERS = hvd.ProcessSet([0]), hvd.ProcessSet(list(range(1, RANKS)))
+hvd.init(process_sets=[FIRST, OTHERS] if RANKS > 1 else None)
 
 
 @pytest.fixture(autouse=True)
@@ -31,3 +37,15 @@ def shared_folder():
     hvd.barrier()
     if hvd.rank() == 0:
         shutil.rmtree(path)
+
+
+@pytest.fixture(scope="session")
+def members():
+    """All ranks but the first; with one rank, that one."""
+    return OTHERS if RANKS > 1 else hvd.global_process_set
+
+
+@pytest.fixture(scope="session")
+def only_first():
+    """The first rank."""
+    return FIRST if RANKS > 1 else hvd.global_process_set

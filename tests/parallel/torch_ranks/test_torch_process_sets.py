@@ -10,18 +10,6 @@ from training import STAGES, adamw, assert_same, batch, distribute, loss_of, mak
 import zerohvd.torch as zero
 
 
-@pytest.fixture(scope="module")
-def members():
-    """All ranks but the first; with one rank, that one."""
-    if hvd.size() == 1:
-        yield hvd.global_process_set
-        return
-    process_set = hvd.add_process_set(hvd.ProcessSet(list(range(1, hvd.size()))))
-    yield process_set
-    hvd.barrier()
-    hvd.remove_process_set(process_set)
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_only_the_members_share_a_model(stage, members):
     model = make_model()
