@@ -20,11 +20,11 @@ def memory_report(opt: ZeroOptimizer) -> MemoryReport:
     seen: set[int] = set()
     gathered = _gathered(opt)
     params = _bytes(_params(opt), seen)
-    masters = [m for s in opt._sections for m in s.masters if m is not None]
+    masters = [m for s in opt.sections for m in s.masters if m is not None]
     master = _bytes(_in_memory(opt, masters), seen)
-    scratch = _bytes((t for s in opt._sections for t in s.reducer.scratch()), seen)
-    held = [t for s in opt._sections for t in s.reducer.gradients()]
-    grads = _bytes([*held, *(p.grad for p in opt._params() if p.grad is not None)], seen)
+    scratch = _bytes((t for s in opt.sections for t in s.reducer.scratch()), seen)
+    held = [t for s in opt.sections for t in s.reducer.gradients()]
+    grads = _bytes([*held, *(p.grad for p in opt.all_params() if p.grad is not None)], seen)
     return MemoryReport(
         params=params,
         grads=grads,
@@ -47,12 +47,12 @@ def _in_memory(opt: ZeroOptimizer, tensors: Iterable[torch.Tensor]) -> Iterable[
 
 def _params(opt: ZeroOptimizer) -> Iterable[torch.Tensor]:
     """What is there of the parameters for good."""
-    flats = [s.flat for s in opt._sections]
+    flats = [s.flat for s in opt.sections]
     units = [] if opt.units is None else opt.units.all
     flats += [part for unit in units for part in unit.parts]
     for flat in flats:
         yield from flat.shards if isinstance(flat, UnitFlats) else flat.flats
-    yield from (p for p in opt._params() if getattr(p, "_zerohvd_units", None) is None)
+    yield from (p for p in opt.all_params() if getattr(p, "_zerohvd_units", None) is None)
 
 
 def _gathered(opt: ZeroOptimizer) -> int:

@@ -22,14 +22,14 @@ LOCAL, REDUCED = "grad", "grad_sum"
 
 def check(opt: ZeroOptimizer) -> None:
     """Raise unless this is a moment at which a step can be interrupted."""
-    if not opt._entered:
+    if not opt.entered:
         return
-    if opt._synchronized or not opt._rounds.more_to_come():
+    if opt.synchronized or not opt.rounds.more_to_come():
         raise RuntimeError(
             "the gradients of a step are complete but not applied: call opt.step() before you "
             "save or load a checkpoint"
         )
-    if opt._weight is not None:
+    if opt.weight is not None:
         raise RuntimeError(
             "a step with zero.weight() is under way: save or load after opt.step()"
         )
@@ -37,21 +37,21 @@ def check(opt: ZeroOptimizer) -> None:
 
 def pause(opt: ZeroOptimizer) -> None:
     """Wait until no gradient is on its way; all ranks must come here."""
-    if opt._entered:
-        opt._rounds.pause()
+    if opt.entered:
+        opt.rounds.pause()
 
 
 def progress(opt: ZeroOptimizer, held: Holdings) -> dict[str, Any] | None:
     """How far the step is; None between steps."""
-    if not opt._entered and not opt._rounds.local:
+    if not opt.entered and not opt.rounds.local:
         return None
     return {
-        "begun": opt._entered,
-        "passes": opt._rounds.passes,
-        "done": opt._rounds.done(),
+        "begun": opt.entered,
+        "passes": opt.rounds.passes,
+        "done": opt.rounds.done(),
         "arrived": [
             held.names[section.params[i]]
-            for section in opt._sections
+            for section in opt.sections
             for i in sorted(section.reducer.arrived)
         ],
     }
@@ -62,9 +62,9 @@ def local_name(name: str, rank: int) -> str:
 
 
 def entries(opt: ZeroOptimizer, held: Holdings, rank: int) -> Iterator[Entry]:
-    if not opt._entered and not opt._rounds.local:
+    if not opt.entered and not opt.rounds.local:
         return
-    for section in opt._sections:
+    for section in opt.sections:
         for param in section.params:
             if param.grad is not None:
                 yield whole_entry(LOCAL, local_name(held.names[param], rank), param.grad)
@@ -78,9 +78,9 @@ def entries(opt: ZeroOptimizer, held: Holdings, rank: int) -> Iterator[Entry]:
 
 
 def _reduced(opt: ZeroOptimizer, section: int, bucket: int) -> torch.Tensor | None:
-    if section < 0 or not opt._sections[section].reducer.has_sum(bucket):
+    if section < 0 or not opt.sections[section].reducer.has_sum(bucket):
         return None
-    return opt._sections[section].reducer.shards[bucket]
+    return opt.sections[section].reducer.shards[bucket]
 
 
 class Resumption:
@@ -103,10 +103,10 @@ class Resumption:
         size: int,
     ) -> None:
         self._opt, self._stored = opt, stored
-        if stored["begun"] and opt._rounds.passes <= stored["done"]:
+        if stored["begun"] and opt.rounds.passes <= stored["done"]:
             raise ValueError(
                 f"the checkpoint was saved after {stored['done']} backward passes of a step, but "
-                f"backward_passes_per_step is {opt._rounds.passes}: make the optimizer with "
+                f"backward_passes_per_step is {opt.rounds.passes}: make the optimizer with "
                 f"backward_passes_per_step={stored['passes']}, as it was"
             )
         self.wants: list[Want] = []
@@ -119,7 +119,7 @@ class Resumption:
         ranks = self._opt.collectives
         mine = [r for r in range(size) if r % ranks.size == ranks.rank]
         # The reduction divides by the new number of ranks.
-        scale = ranks.size / size if self._opt._average else 1.0
+        scale = ranks.size / size if self._opt.average else 1.0
         for name, param in held.params.items():
             found = [f"{LOCAL}/{local_name(name, r)}" for r in mine]
             found = [key for key in found if key in tensors]
@@ -141,7 +141,7 @@ class Resumption:
             key = f"{REDUCED}/{piece.name}"
             if key not in tensors or piece.section < 0:
                 continue
-            section = self._opt._sections[piece.section]
+            section = self._opt.sections[piece.section]
             if self._opt.config.stage >= 2:
                 where = (piece.section, piece.bucket)
                 if where not in new:
@@ -153,7 +153,7 @@ class Resumption:
             else:
                 self._own_part(held.params[piece.name], piece, tensors[key], new)
         for (number, bucket), shard in ((k, v) for k, v in new.items() if isinstance(k, tuple)):
-            reducer = self._opt._sections[number].reducer
+            reducer = self._opt.sections[number].reducer
             self._apply.append(lambda r=reducer, b=bucket, s=shard: r.put_sum(b, s))
 
     def _own_part(
@@ -162,9 +162,9 @@ class Resumption:
         # Averaged over the ranks again, of which the others add nothing here. At stage 0 every
         # rank has all of it, and the mean of equals is what it was.
         ranks = self._opt.collectives.size
-        alone = self._opt._average and self._opt.config.stage > 0
+        alone = self._opt.average and self._opt.config.stage > 0
         scale = float(ranks) if alone else 1.0
-        if self._opt.config.stage == 0 and not self._opt._average:
+        if self._opt.config.stage == 0 and not self._opt.average:
             scale = 1.0 / ranks
         if param not in new:
             grad = new[param] = torch.zeros(
@@ -181,14 +181,14 @@ class Resumption:
         for act in self._apply:
             act()
         if self._stored["begun"]:
-            self._opt._enter_step()
+            self._opt.enter_step()
             arrived = set(self._stored["arrived"])
-            self._opt._rounds.resume(
+            self._opt.rounds.resume(
                 self._stored["done"],
                 [
                     {i for i, p in enumerate(section.params) if held.names[p] in arrived}
-                    for section in self._opt._sections
+                    for section in self._opt.sections
                 ],
             )
         else:
-            self._opt._rounds.local = True
+            self._opt.rounds.local = True

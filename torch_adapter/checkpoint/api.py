@@ -212,9 +212,9 @@ class _Loading:
                 _drop_gradients(opt)
             self._plan.apply()
             if opt is not None:
-                opt._gather()
-                opt._loads += 1
-                opt._absorb()
+                opt.publish()
+                opt.loads += 1
+                opt.absorb()
             else:
                 torch.autograd.graph.increment_version(list(self._held.params.values()))
             if self._resumption is not None:
@@ -233,8 +233,8 @@ class _Loading:
 
 def _drop_gradients(opt: ZeroOptimizer) -> None:
     """Gradients of what the model was before mean nothing to what it is going to be."""
-    opt._end_step()
-    for section in opt._sections:
+    opt.end_step()
+    for section in opt.sections:
         section.reducer.release()
         for param in section.params:
             param.grad = None
@@ -258,10 +258,10 @@ def meet(opt: ZeroOptimizer | None, doing: int) -> TorchCollectives | LocalColle
     """All ranks come to the same call, with nothing under way between them."""
     if opt is None:
         return join()
-    opt._entry.check()  # of a step under way
-    opt._entry.open(doing, opt._params())
-    opt._entry.check()
-    if opt._entered:  # on all ranks alike, as they have just compared
+    opt.entry.check()  # of a step under way
+    opt.entry.open(doing, opt.all_params())
+    opt.entry.check()
+    if opt.entered:  # on all ranks alike, as they have just compared
         together(opt.collectives, "pause", lambda: accumulation.check(opt))
         accumulation.pause(opt)
     if opt.units is not None:

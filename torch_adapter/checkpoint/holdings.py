@@ -65,7 +65,7 @@ class Holdings:
         self.params: dict[str, torch.nn.Parameter] = {}
         self.buffers: dict[str, torch.Tensor] = {}
         self._walk()
-        self.sections: list[ShardedParams] = [] if opt is None else opt._sections
+        self.sections: list[ShardedParams] = [] if opt is None else opt.sections
         self.pieces = list(self._pieces())
         self.ranks = 1 if opt is None else opt.collectives.size
         self.replicated = opt is not None and opt.config.stage == 0
@@ -84,7 +84,7 @@ class Holdings:
                 if buffer is not None and key not in module._non_persistent_buffers_set:
                     self._note(f"{prefix}{key}", buffer, self.buffers)
         if self.opt is not None:
-            for param, named in self.opt._names.items():
+            for param, named in self.opt.named.items():
                 if param in self.names:
                     continue
                 if named.name in self.params:

@@ -161,12 +161,12 @@ class Plan:
         self._after.append(lambda: _put_state(opt, state, frozen, groups))
 
     def _check_groups(self, opt: ZeroOptimizer, groups: list[dict[str, Any]]) -> None:
-        if len(groups) != len(opt._groups_of):
+        if len(groups) != len(opt.groups):
             raise ValueError(
                 f"the checkpoint has {len(groups)} parameter groups, this optimizer "
-                f"{len(opt._groups_of)}: make it with the same groups"
+                f"{len(opt.groups)}: make it with the same groups"
             )
-        for number, (stored, members) in enumerate(zip(groups, opt._groups_of, strict=True)):
+        for number, (stored, members) in enumerate(zip(groups, opt.groups, strict=True)):
             names = {self.held.names[p] for p in members}
             differing = sorted(names ^ {self._name(n) for n in stored["params"]})
             if differing and self._strict:
@@ -222,9 +222,9 @@ class Plan:
         values: Mapping[str, Mapping[str, Any]],
     ) -> dict[torch.nn.Parameter, dict[str, Any]]:
         """The state of parameters of the optimizer that are not sharded here: frozen ones."""
-        sharded = {p for section in opt._sections for p in section.params}
+        sharded = {p for section in opt.sections for p in section.params}
         found: dict[torch.nn.Parameter, dict[str, Any]] = {}
-        for param in opt._params():
+        for param in opt.all_params():
             name = self.held.names[param]
             if param in sharded or (name not in keys and name not in values):
                 continue
@@ -268,8 +268,8 @@ def _put_state(
 ) -> None:
     opt.inner.state.clear()
     opt.inner.state.update(state)
-    opt._unsharded.clear()
-    opt._unsharded.update(frozen)
+    opt.unsharded.clear()
+    opt.unsharded.update(frozen)
     for held, loaded in zip(opt.inner.param_groups, groups, strict=True):
         held.update(copy.deepcopy(loaded["options"]))
     # What torch does after loading: states of older versions become those of this one.

@@ -116,7 +116,7 @@ def _values(state: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _unsharded(opt: ZeroOptimizer, held: Holdings, made: Content, rank: int) -> list[Entry]:
     """The state of parameters that are frozen now."""
     entries = []
-    for param, state in opt._unsharded.items():
+    for param, state in opt.unsharded.items():
         name = held.names[param]
         entries += [
             whole_entry(state_kind(k), name, v)
@@ -164,7 +164,7 @@ def _describe(
     state = {"aliases": held.aliases, "modules": modules, **shared}
     rank_state: dict[str, Any] = {"rng": rng.states()}
     if opt is not None:
-        made.config = {**opt._settings(), "size": opt.collectives.size}
+        made.config = {**opt.settings(), "size": opt.collectives.size}
         state["optimizer"] = type(opt.inner).__name__
         state["groups"] = groups(opt, held)
         state["progress"] = accumulation.progress(opt, held)
@@ -183,7 +183,7 @@ def groups(opt: ZeroOptimizer, held: Holdings) -> list[dict[str, Any]]:
             "params": [held.names[p] for p in members],
             "options": {k: v for k, v in group.items() if k not in ("params", "param_names")},
         }
-        for group, members in zip(opt.inner.param_groups, opt._groups_of, strict=True)
+        for group, members in zip(opt.inner.param_groups, opt.groups, strict=True)
     ]
 
 

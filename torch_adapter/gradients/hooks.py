@@ -46,7 +46,7 @@ class GradHooks:
             if living is not None:
                 # A backward pass with create_graph=True runs hooks with gradients switched on.
                 with torch.no_grad():
-                    living._arrived(section, index)
+                    living.arrived(section, index)
 
         mark_own(hook)
         return hook

@@ -85,7 +85,7 @@ def load(opt: ZeroOptimizer, state_dict: Mapping[str, Any]) -> None:
     """Load the whole state into the shards of this rank; changes nothing if it does not fit."""
     groups = state_dict["param_groups"]
     _check_groups(opt, groups)
-    params = [p for group in opt._groups_of for p in group]
+    params = [p for group in opt.groups for p in group]
     indices = [i for group in groups for i in group["params"]]
     param_of = dict(zip(indices, params, strict=True))
     for index, values in state_dict["state"].items():
@@ -93,7 +93,7 @@ def load(opt: ZeroOptimizer, state_dict: Mapping[str, Any]) -> None:
             raise ValueError(f"the state of parameter {index} belongs to no parameter group")
         _check_values(opt, param_of[index], values)
     opt.inner.state.clear()
-    opt._unsharded.clear()
+    opt.unsharded.clear()
     distribute(opt, {param_of[index]: values for index, values in state_dict["state"].items()})
     for held, loaded in zip(opt.inner.param_groups, groups, strict=True):
         held.update({k: copy.deepcopy(v) for k, v in loaded.items() if k != "params"})
@@ -104,17 +104,17 @@ def load(opt: ZeroOptimizer, state_dict: Mapping[str, Any]) -> None:
 def distribute(opt: ZeroOptimizer, states: Mapping[torch.nn.Parameter, State]) -> None:
     """Give this rank's pieces their parts of whole states; keep what belongs to no piece yet."""
     pieces = _pieces_by_param(opt)
-    sharded = {p for section in opt._sections for p in section.params}
+    sharded = {p for section in opt.sections for p in section.params}
     for param, values in states.items():
         if param in sharded:
             shard_into(opt.inner, pieces.get(param, ()), values, param)
         elif values:
-            opt._unsharded[param] = copy.deepcopy(dict(values))
+            opt.unsharded[param] = copy.deepcopy(dict(values))
 
 
 def _pieces_by_param(opt: ZeroOptimizer) -> dict[torch.nn.Parameter, list[PieceState]]:
     found: dict[torch.nn.Parameter, list[PieceState]] = {}
-    for section in opt._sections:
+    for section in opt.sections:
         for owned in section.owned:
             param = section.params[owned.piece.param]
             piece = PieceState(owned.piece.param_span, owned.tensor)
@@ -123,7 +123,7 @@ def _pieces_by_param(opt: ZeroOptimizer) -> dict[torch.nn.Parameter, list[PieceS
 
 
 def _check_groups(opt: ZeroOptimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    ours = [len(g) for g in opt._groups_of]
+    ours = [len(g) for g in opt.groups]
     theirs = [len(g["params"]) for g in groups]
     if ours != theirs:
         raise ValueError(
@@ -138,7 +138,7 @@ def _check_values(opt: ZeroOptimizer, param: torch.nn.Parameter, values: State) 
         if not isinstance(value, torch.Tensor) or value.dim() == 0 or whole:
             continue
         if value.shape != param.shape:
-            name = opt._names[param].name
+            name = opt.named[param].name
             raise ValueError(
                 f"the state {key!r} of {name!r} has shape {tuple(value.shape)}, the parameter "
                 f"{tuple(param.shape)}: it was saved for another model, or by an optimizer that "
@@ -169,15 +169,15 @@ def consolidate(opt: ZeroOptimizer, to: int | None) -> dict[str, Any]:
         raise ValueError(f"to must be a rank in [0, {size}) or None, got {to!r}")
     here = to is None or to == opt.collectives.rank
     states: dict[torch.nn.Parameter, State] = {
-        param: copy.deepcopy(values) for param, values in opt._unsharded.items()
+        param: copy.deepcopy(values) for param, values in opt.unsharded.items()
     }
-    for section in opt._sections:
+    for section in opt.sections:
         for index, values in _collect(opt, section, to).items():
             states[section.params[index]] = values
-    params = [p for group in opt._groups_of for p in group]
+    params = [p for group in opt.groups for p in group]
     number = {p: i for i, p in enumerate(params)}
     groups = []
-    for held, members in zip(opt.inner.param_groups, opt._groups_of, strict=True):
+    for held, members in zip(opt.inner.param_groups, opt.groups, strict=True):
         options = {k: copy.deepcopy(v) for k, v in held.items() if k != "params"}
         groups.append({**options, "params": [number[p] for p in members]})
     state = {number[p]: states[p] for p in params if p in states} if here else {}
@@ -188,7 +188,7 @@ def _collect(opt: ZeroOptimizer, section: ShardedParams, to: int | None) -> dict
     """Per parameter index: its whole state."""
     everyone = [_describe(opt, section)]
     if section.layout.size > 1:
-        everyone = opt.collectives.allgather_object(everyone[0], name=f"{opt._prefix}/state/keys")
+        everyone = opt.collectives.allgather_object(everyone[0], name=f"{opt.prefix}/state/keys")
     for one in everyone:
         if isinstance(one, str):
             raise TypeError(one)  # on every rank alike
@@ -326,7 +326,7 @@ class _Gather:
         if self._section.layout.size == 1:
             return part
         collectives = self._opt.collectives
-        name = f"{self._opt._prefix}/state/{name}"
+        name = f"{self._opt.prefix}/state/{name}"
         if self._to is None:
             gathered: torch.Tensor = collectives.allgather(part, name=name)
         else:

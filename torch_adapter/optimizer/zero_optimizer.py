@@ -74,30 +74,30 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.inner = inner
         self.config = config
         self.collectives = collectives
-        self._prefix = _instance_name(collectives)
+        self.prefix = _instance_name(collectives)
         self._wire = wire
         self._factors = divide_factors(average, collectives.size, predivide)
-        self._average = average
-        self._rounds = Rounds(
-            collectives, stage=config.stage, passes=passes, prefix=self._prefix
+        self.average = average
+        self.rounds = Rounds(
+            collectives, stage=config.stage, passes=passes, prefix=self.prefix
         )
-        self.units = None if units is None else units(collectives, self._prefix)
+        self.units = None if units is None else units(collectives, self.prefix)
         wait = None if self.units is None else self.units.waiting.wait
-        self._entry = Entry(collectives, f"{self._prefix}/agree", wait)
-        self._sections: list[ShardedParams] = []
+        self.entry = Entry(collectives, f"{self.prefix}/agree", wait)
+        self.sections: list[ShardedParams] = []
         self._reduced = ReducedGrads(
-            self._sections, collectives, self._prefix, replicated=config.stage == 0
+            self.sections, collectives, self.prefix, replicated=config.stage == 0
         )
         tied = TiedGradients([n.param for n in named])  # its hooks come before the others
         self._hooks: list[GradHooks | TiedGradients] = [tied]
         weakref.finalize(self, tied.remove)
-        self._groups_of: list[list[torch.nn.Parameter]] = [
+        self.groups: list[list[torch.nn.Parameter]] = [
             list(g["params"]) for g in inner.param_groups
         ]
-        self._names = {n.param: n for n in named}
+        self.named = {n.param: n for n in named}
         # State of parameters that are not sharded, because they have been frozen all along.
-        self._unsharded: dict[torch.nn.Parameter, dict[str, Any]] = {}
-        self._loads = 0
+        self.unsharded: dict[torch.nn.Parameter, dict[str, Any]] = {}
+        self.loads = 0
         self._accumulate_only = False
         self._skip_synchronize = False
         super().__init__([{"params": []}], dict(inner.defaults))
@@ -120,7 +120,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if _called_by_grad_scaler():
             if self._overflow_spread:
-                self._end_step()  # it looks once a step, so the last one has been skipped
+                self.end_step()  # it looks once a step, so the last one has been skipped
             self.synchronize()
             self._overflow = self._reduced.spread_overflow(self._sentinel)
             self._overflow_spread = True
@@ -166,19 +166,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
             group["params"] = []
         self._add_sections(trainable)
         if self.units is not None:
-            self.units.shard_rest({p for s in self._sections for p in s.params})
-        self._loads = len(full)
+            self.units.shard_rest({p for s in self.sections for p in s.params})
+        self.loads = len(full)
         state.distribute(self, full)
-        self._absorb()
+        self.absorb()
 
-    def _settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         return {
             **self.config.as_dict(),
             "optimizer": type(self.inner).__name__,
             "compression": str(self._wire),
-            "average": self._average,
+            "average": self.average,
             "gradient_predivide_factor": self._factors.before,
-            "backward_passes_per_step": self._rounds.passes,
+            "backward_passes_per_step": self.rounds.passes,
         }
 
     def _add_sections(self, named: Sequence[NamedParam]) -> None:
@@ -200,18 +200,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
             named,
             self.collectives,
             self.config,
-            prefix=f"{self._prefix}/s{len(self._sections)}",
+            prefix=f"{self.prefix}/s{len(self.sections)}",
             wire=self._wire,
             factors=self._factors,
-            settings=self._settings(),
+            settings=self.settings(),
             memory=memory,
             master=None if self.offload is None else self.offload.master,
         )
-        number = self._rounds.add(section)
-        self._sections.append(section)
+        number = self.rounds.add(section)
+        self.sections.append(section)
         if self.units is not None:
             self.units.gradients.append(section.reducer.memory)
-        group_of = {p: g for g, params in enumerate(self._groups_of) for p in params}
+        group_of = {p: g for g, params in enumerate(self.groups) for p in params}
         for owned in section.owned:
             group = group_of[section.params[owned.piece.param]]
             self.inner.param_groups[group]["params"].append(owned.tensor)
@@ -224,41 +224,41 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """GradScaler refuses an optimizer without any gradient, which a rank that owns nothing
         would be; such a rank shows one element that never changes."""
         params = self.inner.param_groups[0]["params"]
-        owns = any(s.owned for s in self._sections)
+        owns = any(s.owned for s in self.sections)
         if not owns and not params:
             params.append(self._sentinel)
         elif owns and any(p is self._sentinel for p in params):
             params[:] = [p for p in params if p is not self._sentinel]
 
-    def _params(self) -> Iterator[torch.nn.Parameter]:
-        return itertools.chain.from_iterable(self._groups_of)
+    def all_params(self) -> Iterator[torch.nn.Parameter]:
+        return itertools.chain.from_iterable(self.groups)
 
     # -- gradients on their way ----------------------------------------------------------------
 
     def _begin_step(self) -> None:
-        self._entered = False  # the other ranks have been told that a step is under way
-        self._synchronized = False
-        self._weight: float | None = None
+        self.entered = False  # the other ranks have been told that a step is under way
+        self.synchronized = False
+        self.weight: float | None = None
         self._overflow = False  # agreed by all ranks, once GradScaler has asked
         self._overflow_spread = False
         self._clipped = False
 
-    def _enter_step(self) -> None:
-        if self._entered:
+    def enter_step(self) -> None:
+        if self.entered:
             return
-        self._entered = True
+        self.entered = True
         self._renew_log()
-        self._weight = weighting.announced()
-        if self._weight is not None:
-            if not self._average:
+        self.weight = weighting.announced()
+        if self.weight is not None:
+            if not self.average:
                 raise ValueError("a weight needs op=hvd.Average: a sum does not weigh ranks")
-            self._rounds.weight = self._weight
-        self._rounds.notice_frozen()
-        self._entry.open(
+            self.rounds.weight = self.weight
+        self.rounds.notice_frozen()
+        self.entry.open(
             STEP,
-            self._params(),
-            weighted=self._weight is not None,
-            passes=self._rounds.passes,
+            self.all_params(),
+            weighted=self.weight is not None,
+            passes=self.rounds.passes,
             options=self._options(),
         )
 
@@ -271,34 +271,34 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _options(self) -> str:
         """What would let the ranks drift apart if it differed."""
         rates = [g.get("lr") for g in self.inner.param_groups]
-        loads = self._loads + (0 if self.units is None else self.units.loads)
+        loads = self.loads + (0 if self.units is None else self.units.loads)
         return repr([loads, [r for r in rates if isinstance(r, float)]])
 
-    def _arrived(self, section: int, index: int) -> None:
+    def arrived(self, section: int, index: int) -> None:
         """A gradient has been accumulated by a backward pass."""
         if self.units is not None:
-            self.units.after_gradient(self._sections[section].params[index])
-        if self._synchronized and self._overflow:
-            self._end_step()  # GradScaler has skipped the step, on all ranks
-        if self._synchronized:
-            self._rounds.refuse(section, index)
-        if not self._entered:
-            for each in self._sections:
+            self.units.after_gradient(self.sections[section].params[index])
+        if self.synchronized and self._overflow:
+            self.end_step()  # GradScaler has skipped the step, on all ranks
+        if self.synchronized:
+            self.rounds.refuse(section, index)
+        if not self.entered:
+            for each in self.sections:
                 each.reducer.release()
         if self._accumulate_only:
-            self._rounds.accumulated(section, index)
+            self.rounds.accumulated(section, index)
             return
-        self._enter_step()
+        self.enter_step()
         self._check_weight()
-        self._rounds.arrived(section, index)
+        self.rounds.arrived(section, index)
 
     def _check_weight(self) -> None:
         """A weight that came too late, or changed, would be ignored silently."""
         announced = weighting.announced()
-        if announced != self._weight:
+        if announced != self.weight:
             raise ValueError(
                 f"zero.weight({announced:g}) came after gradients of this step had left with "
-                f"{'no weight' if self._weight is None else f'weight {self._weight:g}'}. Give one "
+                f"{'no weight' if self.weight is None else f'weight {self.weight:g}'}. Give one "
                 "weight per step, before its first backward pass"
             )
 
@@ -311,30 +311,30 @@ class ZeroOptimizer(torch.optim.Optimizer):
         `step()` does it by itself. Call it to look at or change gradients before, which are the
         `.grad` of `opt.param_groups[i]["params"]`: this rank's share.
         """
-        if self._synchronized:
+        if self.synchronized:
             return
         self._send_rest()
         self._await_reduced()
 
     def _await_reduced(self) -> None:
-        for section in self._sections:
+        for section in self.sections:
             section.reducer.finish()
             section.reducer.drop_full()
-        self._synchronized = True
-        if self._weight is not None:
-            self._reduced.divide_by_weights(self._weight)
-        for section in self._sections:
+        self.synchronized = True
+        if self.weight is not None:
+            self._reduced.divide_by_weights(self.weight)
+        for section in self.sections:
             section.set_piece_grads(section.buckets)
         self._sentinel.grad = torch.zeros(1)
 
     def _send_rest(self) -> None:
         self._adopt_unfrozen()
-        self._enter_step()
+        self.enter_step()
         self._check_weight()
-        self._entry.check()  # before waiting for buckets that other ranks may never send
+        self.entry.check()  # before waiting for buckets that other ranks may never send
         if self.units is not None:
             self.units.settle()
-        self._rounds.send_rest()
+        self.rounds.send_rest()
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -363,12 +363,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Expect this many backward passes before each `step()`, from the next step on."""
-        if self._entered and not self._synchronized:
+        if self.entered and not self.synchronized:
             raise RuntimeError(
                 "set_backward_passes_per_step() was called between backward() and step(); "
                 "call it after step()"
             )
-        self._rounds.passes = check_passes(passes)
+        self.rounds.passes = check_passes(passes)
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -390,23 +390,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._skip_synchronize and not self._synchronized:
+        if self._skip_synchronize and not self.synchronized:
             raise RuntimeError(
                 "step() was called under skip_synchronize() without synchronize() before it"
             )
         self._check_sections()
-        if self.units is not None and self._synchronized:
+        if self.units is not None and self.synchronized:
             self.units.settle()  # the model may have run since; what it gathered is out of date
         if self.config.grad_clip is not None:
             self.clip_grad_norm_(self.config.grad_clip)
         self._update()
-        self._end_step()
+        self.end_step()
         weighting.clear()
         return loss
 
     def _announce(self, weight: float) -> None:
         value = weighting.check_weight(weight)
-        if self._entered and self._weight != value:
+        if self.entered and self.weight != value:
             raise ValueError(
                 f"step(weight={weight!r}) came after gradients had left without it. Say "
                 "zero.weight(n) before the backward pass, or run the backward pass under "
@@ -415,26 +415,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
         weighting.weight(value)
 
     def _check_sections(self) -> None:
-        for section in self._sections:
+        for section in self.sections:
             section.check_in_place()
 
     def _update(self) -> None:
-        if not self._synchronized:
+        if not self.synchronized:
             self._send_rest()
-            if self._weight is not None:
+            if self.weight is not None:
                 self._await_reduced()  # the sum of all weights is needed before any update
         self._sentinel.grad = None
-        planned = update.plan(self._sections, self.inner, self.offload)
-        update.run(planned, self.inner, self.offload, synchronized=self._synchronized)
-        for section in self._sections:
+        planned = update.plan(self.sections, self.inner, self.offload)
+        update.run(planned, self.inner, self.offload, synchronized=self.synchronized)
+        for section in self.sections:
             section.reducer.drop_full()
         if self.units is not None:
             self.units.rest()
         self._note_written()
 
-    def _gather(self) -> None:
+    def publish(self) -> None:
         """Publish shards that have been written from outside."""
-        for section in self._sections:
+        for section in self.sections:
             for handle in section.gather_start(section.buckets):
                 handle.wait()
         self._note_written()
@@ -442,29 +442,29 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _note_written(self) -> None:
         # Written behind autograd's back: a graph that has saved the old values must not be used.
         with torch._C.DisableTorchFunctionSubclass():
-            torch.autograd.graph.increment_version([p for s in self._sections for p in s.params])
+            torch.autograd.graph.increment_version([p for s in self.sections for p in s.params])
 
-    def _end_step(self) -> None:
+    def end_step(self) -> None:
         self._reduced.clear()
-        self._rounds.begin_step()
+        self.rounds.begin_step()
         self._begin_step()
         self._log_is_stale = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the model's gradients, and drop those that have been reduced but not applied."""
-        if self._entered and not self._synchronized:
+        if self.entered and not self.synchronized:
             raise RuntimeError(
                 "zero_grad() was called between backward() and step() or synchronize(), while "
                 "gradients were on their way. Call it before backward() or after step(). To drop "
                 "the gradients of a step, call opt.synchronize() and then zero_grad(), on all "
                 "ranks."
             )
-        if self._synchronized:
-            self._end_step()
+        if self.synchronized:
+            self.end_step()
         if set_to_none:
-            for section in self._sections:
+            for section in self.sections:
                 section.reducer.release()
-        for param in self._params():
+        for param in self.all_params():
             if param.grad is None:
                 continue
             if set_to_none:
@@ -505,9 +505,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Their names are those of `param_names` in the group if given.
         """
-        if not self.__dict__.get("_sections") and "_log_is_stale" not in self.__dict__:
+        if not self.__dict__.get("sections") and "_log_is_stale" not in self.__dict__:
             return  # torch's own constructor
-        if self._entered:
+        if self.entered:
             raise RuntimeError("add_param_group() was called between backward() and step()")
         group = dict(param_group)
         entries = group.pop("params")
@@ -515,35 +515,35 @@ class ZeroOptimizer(torch.optim.Optimizer):
         names = group.pop("param_names", None)
         if names is not None:
             entries = list(zip(names, entries, strict=True))
-        named = name_parameters([entries], None, first_group=len(self._groups_of))
-        known = set(self._params())
+        named = name_parameters([entries], None, first_group=len(self.groups))
+        known = set(self.all_params())
         for n in named:
             if n.param in known:
                 raise ValueError(f"parameter {n.name!r} is in a parameter group already")
-        self._entry.open(GROUP, self._params())
-        self._entry.check()
+        self.entry.open(GROUP, self.all_params())
+        self.entry.check()
         options = {**self.inner.defaults, **group, "params": []}
         if "param_names" in self.inner.param_groups[0]:
             options["param_names"] = [n.name for n in named]
         self.inner.param_groups.append(options)
-        self._groups_of.append([n.param for n in named])
-        self._names.update((n.param, n) for n in named)
+        self.groups.append([n.param for n in named])
+        self.named.update((n.param, n) for n in named)
         self._add_sections([n for n in named if n.param.requires_grad])
 
     def _adopt_unfrozen(self) -> None:
         """Shard parameters that were frozen when the optimizer was made and no longer are."""
-        sharded = {p for section in self._sections for p in section.params}
-        new = [p for p in self._params() if p.requires_grad and p not in sharded]
+        sharded = {p for section in self.sections for p in section.params}
+        new = [p for p in self.all_params() if p.requires_grad and p not in sharded]
         if not new:
             return
         # All ranks have to come here: compare before the collectives of the new layout.
-        self._enter_step()
-        self._entry.check()
-        self._entered = False
-        self._add_sections([self._names[p] for p in new])
-        kept = {p: self._unsharded.pop(p) for p in new if p in self._unsharded}
+        self.enter_step()
+        self.entry.check()
+        self.entered = False
+        self._add_sections([self.named[p] for p in new])
+        kept = {p: self.unsharded.pop(p) for p in new if p in self.unsharded}
         state.distribute(self, kept)
-        self._enter_step()
+        self.enter_step()
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -554,14 +554,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             to: Collect it on this rank only; the others get empty states. None: on every rank.
         """
         state.refuse_horovod_callers("state_dict")
-        if self._entered and self._rounds.passes == 1:
+        if self.entered and self.rounds.passes == 1:
             raise RuntimeError(
                 "state_dict() was called between backward() and step(), while gradients were on "
                 "their way. Call it after step()."
             )
-        self._entry.check()  # of a step under way
-        self._entry.open(STATE, self._params())
-        self._entry.check()
+        self.entry.check()  # of a step under way
+        self.entry.open(STATE, self.all_params())
+        self.entry.check()
         return state.with_hooks(self, "state_dict", lambda: state.consolidate(self, to))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -571,12 +571,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         state.refuse_horovod_callers("load_state_dict")
         state.load(self, state_dict)
-        self._absorb()
-        self._loads += 1
+        self.absorb()
+        self.loads += 1
 
-    def _absorb(self) -> None:
+    def absorb(self) -> None:
         """State that has been loaded goes where it belongs."""
-        for section in self._sections if self.offload is not None else ():
+        for section in self.sections if self.offload is not None else ():
             self.offload.absorb(self.inner, section)
 
     def close(self) -> None:
@@ -586,7 +586,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         for hooks in self._hooks:
             hooks.remove()
-        for section in self._sections:
+        for section in self.sections:
             section.set_owner(None)
             section.reducer.release()
 

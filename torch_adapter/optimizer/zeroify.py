@@ -98,10 +98,10 @@ def _broadcast(model: torch.nn.Module, opt: ZeroOptimizer) -> None:
     collectives = opt.collectives
     if not isinstance(collectives, TorchCollectives):
         return
-    whole = [s.flat for s in opt._sections if isinstance(s.flat, FlatParams)]
+    whole = [s.flat for s in opt.sections if isinstance(s.flat, FlatParams)]
     for index, flat in enumerate(flat for memory in whole for flat in memory.flats):
         collectives.broadcast_in_place(flat, name=f"zero/init/bucket{index}")
-    sharded = {p for section in opt._sections for p in section.params}
+    sharded = {p for section in opt.sections for p in section.params}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, torch.Tensor):
             continue

@@ -115,11 +115,11 @@ def test_16_bit_parameters_and_their_masters(shared_folder, dtype, stage):
     model, opt = build()
     train(model, opt)
     zero.save(shared_folder / "a", model, opt)
-    masters = [m.clone() for m in opt._sections[0].masters]
+    masters = [m.clone() for m in opt.sections[0].masters]
     train(model, opt, first=5)
     other, again = build()
     zero.load(shared_folder / "a", other, again)
-    assert all(torch.equal(a, b) for a, b in zip(masters, again._sections[0].masters, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(masters, again.sections[0].masters, strict=True))
     train(other, again, first=5)
     assert_models_equal(model, other)
 

@@ -75,7 +75,7 @@ def test_only_pieces_of_one_section_are_updated_at_a_time(tmp_path, monkeypatch)
     _, opt = sharded(
         adamw, cls=MatrixNet, stage=3, steps=1, offload="disk", path=tmp_path, partition="flat"
     )
-    assert seen == [len(s.owned) for s in opt._sections]
+    assert seen == [len(s.owned) for s in opt.sections]
     assert len(seen) > 1 or hvd.size() == 1
 
 

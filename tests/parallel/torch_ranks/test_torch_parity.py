@@ -193,7 +193,7 @@ def test_without_names_it_works_too(stage):
     model = make_model()
     train(model, opt := zero.DistributedOptimizer(adamw(model.parameters()), stage=stage))
     assert_same(expected, model)
-    assert "group0.0" in str(opt._sections[0].layout.params)
+    assert "group0.0" in str(opt.sections[0].layout.params)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -233,7 +233,7 @@ def test_several_dtypes_in_one_model(stage):
 
     expected, _ = plain(cls=Mixed)
     model, opt = sharded(cls=Mixed, stage=stage)
-    assert {b.dtype for s in opt._sections for b in s.layout.buckets} == {"float32", "float64"}
+    assert {b.dtype for s in opt.sections for b in s.layout.buckets} == {"float32", "float64"}
     assert_same(expected, model)
 
 

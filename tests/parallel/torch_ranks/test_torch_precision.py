@@ -46,7 +46,7 @@ class Wide(narrow(torch.float32)):
 def test_narrow_parameters_are_updated_through_float32_masters(dtype, stage):
     model, opt = sharded(cls=narrow(dtype), stage=stage, steps=10)
     assert all(p.dtype == dtype for p in model.parameters())
-    masters = [m for s in opt._sections for m in s.masters]
+    masters = [m for s in opt.sections for m in s.masters]
     assert all(m is not None and m.dtype == torch.float32 for m in masters)
     assert_replicated(model)
     # Steps smaller than a narrow type can see add up in the masters.
@@ -90,7 +90,7 @@ def test_parameters_written_by_horovods_broadcast_reach_the_masters(stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_master_dtype_can_be_the_parameters_own(stage):
     model, opt = sharded(cls=narrow(torch.bfloat16), stage=stage, master_dtype=torch.bfloat16)
-    assert all(m is None for s in opt._sections for m in s.masters)
+    assert all(m is None for s in opt.sections for m in s.masters)
     assert_replicated(model)
 
 

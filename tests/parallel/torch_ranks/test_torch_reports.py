@@ -84,7 +84,7 @@ def test_reduced_gradients_have_the_same_memory_in_every_step(stage):
     for step in range(4):
         loss_of(model, batch(step, hvd.rank())).backward()
         opt.step()
-        places.append([shard.data_ptr() for s in opt._sections for shard in large_shards(s)])
+        places.append([shard.data_ptr() for s in opt.sections for shard in large_shards(s)])
         opt.zero_grad()
         assert zero.memory_report(opt)["grads"] == 0
     assert places[0]
@@ -138,7 +138,7 @@ def test_stage_2_never_holds_more_than_two_buckets_of_full_gradients(bucket_byte
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_step_moves_one_reducescatter_and_one_allgather_of_everything(stage):
     model, opt = sharded(cls=Big, stage=stage, bucket_bytes=200_000)
-    n, layout = hvd.size(), opt._sections[0].layout
+    n, layout = hvd.size(), opt.sections[0].layout
     report = zero.communication_report(opt)
     if n == 1:
         assert report["total"].bytes == 0

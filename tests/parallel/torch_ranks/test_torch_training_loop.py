@@ -402,7 +402,7 @@ def test_fewer_elements_than_ranks(stage):
     expected, _ = plain(cls=Tiny)
     model, opt = sharded(cls=Tiny, stage=stage)
     assert_same(expected, model)
-    owned = torch.tensor([sum(len(s.owned) for s in opt._sections)])
+    owned = torch.tensor([sum(len(s.owned) for s in opt.sections)])
     sizes = hvd.allgather(owned, name="owned")
     assert sizes.sum() == (hvd.size() if stage == 0 else 1)
 
