@@ -4,33 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import horovod.torch as hvd
 import torch
 from horovod.torch import mpi_ops
 
-from zerohvd.communication.collectives import HorovodCollectives, SingleProcess
+from zerohvd.communication.collectives import Done, Handle, HorovodCollectives, SingleProcess
 from zerohvd.tools.launchers import check_ranks
 from zerohvd.torch.communication import arrays
-
-
-class Handle(Protocol):
-    """Something under way."""
-
-    def wait(self) -> None: ...
-
-    def done(self) -> bool: ...
-
-
-class _Done:
-    """Nothing was under way."""
-
-    def wait(self) -> None:
-        return
-
-    def done(self) -> bool:
-        return True
 
 
 class _HorovodHandle:
@@ -74,7 +56,7 @@ class TorchCollectives(HorovodCollectives):
             native: Use Horovod's own reducescatter where it fits; by default for GPUs, where
                 NCCL's is the fastest.
         """
-        super().__init__(hvd, process_set)
+        super().__init__(hvd, arrays, process_set)
         self._native = native
         self.process_set_id: int = self._set.process_set_id
 
@@ -188,19 +170,19 @@ class LocalCollectives(SingleProcess):
         name: str,
         into: torch.Tensor | None = None,
     ) -> Exchange:
-        return Exchange(_Done(), [x], x.new_empty(0))
+        return Exchange(Done(), [x], x.new_empty(0))
 
     def gather_start(self, x: torch.Tensor, lengths: Sequence[int], *, name: str) -> Handle:
-        return _Done()
+        return Done()
 
     def gather_into(
         self, out: torch.Tensor, own: torch.Tensor, lengths: Sequence[int], *, name: str
     ) -> Handle:
         _put(own, out)
-        return _Done()
+        return Done()
 
     def allreduce_start(self, x: torch.Tensor, op: str = "sum", *, name: str) -> Handle:
-        return _Done()
+        return Done()
 
     from_numpy = staticmethod(arrays.from_numpy)
     to_numpy = staticmethod(arrays.to_numpy)
