@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,19 +132,6 @@ def _check_values(opt: ZeroOptimizer, param: torch.nn.Parameter, values: State) 
 
 
 # -- from sharded to whole ---------------------------------------------------------------------
-
-
-def with_hooks(
-    opt: ZeroOptimizer, method: str, make: Callable[[], dict[str, Any]]
-) -> dict[str, Any]:
-    """Run `make` between the state-dict hooks that the user has registered."""
-    for before in getattr(opt, f"_optimizer_{method}_pre_hooks", {}).values():
-        before(opt)
-    made = make()
-    for after in getattr(opt, f"_optimizer_{method}_post_hooks", {}).values():
-        changed = after(opt, made)
-        made = made if changed is None else changed
-    return made
 
 
 def consolidate(opt: ZeroOptimizer, to: int | None) -> dict[str, Any]:

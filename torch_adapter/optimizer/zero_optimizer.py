@@ -435,7 +435,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if self.weight is not None:
                 self._await_reduced()  # the sum of all weights is needed before any update
         self._sentinel.grad = None
-        planned = update.plan(self.sections, self.inner, self.offload)
+        planned = update.plan_waves(self.sections, self.inner, self.offload)
         update.run(planned, self.inner, self.offload, synchronized=self.synchronized)
         for section in self.sections:
             section.reducer.drop_full()
@@ -452,8 +452,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _note_written(self) -> None:
         # Written behind autograd's back: a graph that has saved the old values must not be used.
-        with torch._C.DisableTorchFunctionSubclass():
-            torch.autograd.graph.increment_version([p for s in self.sections for p in s.params])
+        compat.increment_version([p for s in self.sections for p in s.params])
 
     def end_step(self) -> None:
         self._reduced.clear()
@@ -572,7 +571,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.entry.check()  # of a step under way
         self.entry.open(STATE, self.all_params(), options=self._options())
         self.entry.check()
-        return state.with_hooks(self, "state_dict", lambda: state.consolidate(self, to))
+        return compat.with_state_dict_hooks(self, lambda: state.consolidate(self, to))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the state of the plain optimizer, or of a sharded one of any size.
