@@ -18,6 +18,7 @@ from zerohvd.errors import NonFiniteError, ShardedStateError
 from zerohvd.numerics import check_norm_type, clip_factor, divide_factors
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
 from zerohvd.torch.communication.entry import GROUP, STATE, STEP, Entry
+from zerohvd.torch.compat import without_torch_function
 from zerohvd.torch.gradients import weighting
 from zerohvd.torch.gradients.hooks import GradHooks
 from zerohvd.torch.gradients.reduced import ReducedGrads
@@ -27,7 +28,6 @@ from zerohvd.torch.optimizer.offload import Offload
 from zerohvd.torch.params.naming import name_parameters
 from zerohvd.torch.params.section import Memory, NamedParam, ShardedParams
 from zerohvd.torch.stage3.units import Units
-from zerohvd.torch.tied import TiedGradients
 
 MakeUnits = Callable[[TorchCollectives | LocalCollectives, str], Units]
 
@@ -88,9 +88,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._reduced = ReducedGrads(
             self.sections, collectives, self.prefix, replicated=config.stage == 0
         )
-        tied = TiedGradients([n.param for n in named])  # its hooks come before the others
-        self._hooks: list[GradHooks | TiedGradients] = [tied]
-        weakref.finalize(self, tied.remove)
+        self._hooks: list[GradHooks] = []
         self.groups: list[list[torch.nn.Parameter]] = [
             list(g["params"]) for g in inner.param_groups
         ]
@@ -209,8 +207,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
         number = self.rounds.add(section)
         self.sections.append(section)
-        if self.units is not None:
-            self.units.gradients.append(section.reducer.memory)
         group_of = {p: g for g, params in enumerate(self.groups) for p in params}
         for owned in section.owned:
             group = group_of[section.params[owned.piece.param]]
@@ -276,8 +272,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def arrived(self, section: int, index: int) -> None:
         """A gradient has been accumulated by a backward pass."""
-        if self.units is not None:
-            self.units.after_gradient(self.sections[section].params[index])
         if self.synchronized and self._overflow:
             self.end_step()  # GradScaler has skipped the step, on all ranks
         if self.synchronized:
@@ -325,6 +319,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._reduced.divide_by_weights(self.weight)
         for section in self.sections:
             section.set_piece_grads(section.buckets)
+            section.reducer.show_to_user()
         self._sentinel.grad = torch.zeros(1)
 
     def _send_rest(self) -> None:
@@ -424,12 +419,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if self.weight is not None:
                 self._await_reduced()  # the sum of all weights is needed before any update
         self._sentinel.grad = None
+        if not update.can_be_split(self.inner):  # its step() or hooks may keep gradients
+            for section in self.sections:
+                section.reducer.show_to_user()
         planned = update.plan(self.sections, self.inner, self.offload)
         update.run(planned, self.inner, self.offload, synchronized=self.synchronized)
         for section in self.sections:
             section.reducer.drop_full()
-        if self.units is not None:
-            self.units.rest()
         self._note_written()
 
     def publish(self) -> None:
@@ -441,7 +437,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _note_written(self) -> None:
         # Written behind autograd's back: a graph that has saved the old values must not be used.
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             torch.autograd.graph.increment_version([p for s in self.sections for p in s.params])
 
     def end_step(self) -> None:
@@ -588,7 +584,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             hooks.remove()
         for section in self.sections:
             section.set_owner(None)
-            section.reducer.release()
+            section.reducer.release(keep_buffers=False)
 
 
 def _unless_gone(method: Callable[[], None]) -> Callable[[], None]:
