@@ -10,7 +10,6 @@ import horovod.torch as hvd
 import torch
 
 from zerohvd.config import ZeroConfig
-from zerohvd.torch import heap
 from zerohvd.torch.communication.collectives import join
 from zerohvd.torch.communication.compression import Compression, wire_dtype
 from zerohvd.torch.gradients.rounds import check_passes
@@ -101,7 +100,7 @@ def DistributedOptimizer(
         partition=choose_partition(optimizer, partition),
         **options,
     )
-    sharded = ZeroOptimizer(
+    return ZeroOptimizer(
         optimizer,
         named,
         collectives,
@@ -113,9 +112,6 @@ def DistributedOptimizer(
         units=_units,
         offload=elsewhere,
     )
-    if offload is None and any(n.param.device.type == "cpu" for n in named):
-        heap.keep_large()
-    return sharded
 
 
 def _offload(where: str | None, path: str | os.PathLike[str] | None) -> Offload | None:

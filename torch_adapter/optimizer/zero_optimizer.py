@@ -27,7 +27,6 @@ from zerohvd.torch.optimizer.offload import Offload
 from zerohvd.torch.params.naming import name_parameters
 from zerohvd.torch.params.section import Memory, NamedParam, ShardedParams
 from zerohvd.torch.stage3.units import Units
-from zerohvd.torch.tied import TiedGradients
 
 MakeUnits = Callable[[TorchCollectives | LocalCollectives, str], Units]
 
@@ -88,9 +87,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._reduced = ReducedGrads(
             self.sections, collectives, self.prefix, replicated=config.stage == 0
         )
-        tied = TiedGradients([n.param for n in named])  # its hooks come before the others
-        self._hooks: list[GradHooks | TiedGradients] = [tied]
-        weakref.finalize(self, tied.remove)
+        self._hooks: list[GradHooks] = []
         self.groups: list[list[torch.nn.Parameter]] = [
             list(g["params"]) for g in inner.param_groups
         ]
@@ -199,8 +196,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
         number = self.rounds.add(section)
         self.sections.append(section)
-        if self.units is not None:
-            self.units.gradients.append(section.reducer.memory)
         group_of = {p: g for g, params in enumerate(self.groups) for p in params}
         for owned in section.owned:
             group = group_of[section.params[owned.piece.param]]
@@ -265,8 +260,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def arrived(self, section: int, index: int) -> None:
         """A gradient has been accumulated by a backward pass."""
-        if self.units is not None:
-            self.units.after_gradient(self.sections[section].params[index])
         if self.synchronized:
             self.rounds.refuse(section, index)
         if not self.entered:
@@ -312,6 +305,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._reduced.divide_by_weights(self.weight)
         for section in self.sections:
             section.set_piece_grads(section.buckets)
+            section.reducer.show_to_user()
         self._sentinel.grad = torch.zeros(1)
 
     def _send_rest(self) -> None:
@@ -435,12 +429,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if self.weight is not None:
                 self._await_reduced()  # the sum of all weights is needed before any update
         self._sentinel.grad = None
+        if not update.can_be_split(self.inner):  # its step() or hooks may keep gradients
+            for section in self.sections:
+                section.reducer.show_to_user()
         planned = update.plan_waves(self.sections, self.inner, self.offload)
         update.run(planned, self.inner, self.offload, synchronized=self.synchronized)
         for section in self.sections:
             section.reducer.drop_full()
-        if self.units is not None:
-            self.units.rest()
         self._note_written()
 
     def publish(self) -> None:
@@ -596,7 +591,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             hooks.remove()
         for section in self.sections:
             section.set_owner(None)
-            section.reducer.release()
+            section.reducer.release(keep_buffers=False)
 
 
 def _unless_gone(method: Callable[[], None]) -> Callable[[], None]:
