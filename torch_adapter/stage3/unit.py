@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import nn
 
-from zerohvd.torch.communication.collectives import Handle
+from zerohvd.communication.collectives import Handle
+from zerohvd.communication.waiting import Waiting
 from zerohvd.torch.stage3.planning import UnitPlan
 from zerohvd.torch.stage3.storage import UnitFlats
-from zerohvd.torch.stage3.waiting import Waiting
 
 SHARDED, GATHERING, GATHERED = "sharded", "gathering", "gathered"
 
@@ -69,17 +70,20 @@ class Unit:
 
     def take_part(self) -> list[Handle]:
         """Start one more allgather because another rank needs it."""
-        if self.state == GATHERING:  # the others are past it, so it has come
-            for handle in self._handles:
-                handle.wait()
-            self._show()
         self.gathers += 1
-        return [h for part in self.parts for h in part.gather_start()]
+        # Another rank may be training while this one is in inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            if self.state == GATHERING:  # the others are past it, so it has come
+                for handle in self._handles:
+                    handle.wait()
+                self._show()
+            return [h for part in self.parts for h in part.gather_start()]
 
     def end_part(self) -> None:
         """Free what `take_part` has gathered, where this rank does not need it."""
-        for part in self.parts:
-            part.free_unused()
+        with torch.inference_mode(False), torch.no_grad():
+            for part in self.parts:
+                part.free_unused()
 
     def _show(self) -> None:
         self._handles = []

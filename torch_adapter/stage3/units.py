@@ -20,14 +20,16 @@ from torch import nn
 
 from zerohvd.communication.agreement import check_agreement
 from zerohvd.communication.prefetch import Order
+from zerohvd.communication.waiting import Waiting
 from zerohvd.layout import Layout, build_layout
 from zerohvd.torch import compat
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
-from zerohvd.torch.params.section import Memory, NamedParam, Owner
+from zerohvd.torch.params.owned import MakeMemory, NamedParam, set_units
 from zerohvd.torch.stage3.planning import ModelPlan, UnitOptions, UnitPlan, tensors_in
 from zerohvd.torch.stage3.storage import Fill, UnitFlats
 from zerohvd.torch.stage3.unit import GATHERED, GATHERING, SHARDED, Unit, Use
-from zerohvd.torch.stage3.waiting import Waiting
+
+_HOOKED = "_zerohvd_hooked"  # a tensor that tells its unit when its gradient comes
 
 
 class Units:
@@ -53,7 +55,8 @@ class Units:
         self.all = [Unit(u, number) for number, u in enumerate(plan.units)]
         self.root = self.all[0]
         self.waiting = Waiting(self.all, collectives, prefix)
-        self._forward, self._backward = Order(), Order()
+        self._forward: Order[Unit] = Order()
+        self._backward: Order[Unit] = Order()
         self._clock = 0
         self._task = False  # a backward pass runs, and `_end_backward` will be called
         self.loads = 0  # of the model's state
@@ -64,7 +67,7 @@ class Units:
 
     def divide(
         self, named: Sequence[NamedParam]
-    ) -> Iterator[tuple[list[NamedParam], Memory | None]]:
+    ) -> Iterator[tuple[list[NamedParam], MakeMemory | None]]:
         """Sections for these parameters, in the order in which backward passes complete them."""
         of = {p: unit for unit, plan in self._planned() for _, p in plan.params}
         for unit in [*reversed(self.all[1:]), self.root]:
@@ -126,7 +129,7 @@ class Units:
     def _planned(self) -> Iterator[tuple[Unit, UnitPlan]]:
         return zip(self.all, self._plan.units, strict=True)
 
-    def _memory(self, unit: Unit) -> Memory:
+    def _memory(self, unit: Unit) -> MakeMemory:
         def make(layout: Layout, params: Sequence[nn.Parameter]) -> UnitFlats:
             prefix = f"{self.prefix}/u{unit.number}.{unit.made}"
             unit.made += 1
@@ -135,7 +138,7 @@ class Units:
             )
             unit.parts.append(flats)
             for param in flats.params:
-                param._zerohvd_units = Owner(self)
+                set_units(param, self)
             return flats
 
         return make
@@ -177,12 +180,12 @@ class Units:
                     ]
             for tensor in found:
                 if tensor.grad_fn is not None:
-                    tensor._zerohvd_hooked = True
+                    setattr(tensor, _HOOKED, True)
                     tensor.register_hook(_Before(self, unit, use))
         if unit is self.root and not unit.depth and not found and not compat.in_backward():
             self.reshard_idle()  # no backward pass will come this way
 
-    def _unshard(self, unit: Unit, order: Order) -> None:
+    def _unshard(self, unit: Unit, order: Order[Unit]) -> None:
         """Unshard the unit, and prefetch the one that came next in the pass before."""
         if self.on_gather is not None:
             self.on_gather()
@@ -343,4 +346,4 @@ class _Before:
 
 def _new(tensor: torch.Tensor) -> bool:
     """Whether the tensor has a graph, and no hook of a unit yet."""
-    return tensor.grad_fn is not None and not getattr(tensor, "_zerohvd_hooked", False)
+    return tensor.grad_fn is not None and not getattr(tensor, _HOOKED, False)
