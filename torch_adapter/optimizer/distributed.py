@@ -9,11 +9,11 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
+from zerohvd.communication.rounds import check_passes
 from zerohvd.config import ZeroConfig
 from zerohvd.torch import heap
 from zerohvd.torch.communication.collectives import join
 from zerohvd.torch.communication.compression import Compression, wire_dtype
-from zerohvd.torch.gradients.rounds import check_passes
 from zerohvd.torch.optimizer.offload import Offload
 from zerohvd.torch.optimizer.partition import choose_partition
 from zerohvd.torch.optimizer.zero_optimizer import MakeUnits, ZeroOptimizer

@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 
+from zerohvd.communication import weighting
+from zerohvd.communication.instances import agree_on_instance
+from zerohvd.communication.rendezvous import Call, Rendezvous
+from zerohvd.communication.rounds import Rounds, check_passes
 from zerohvd.config import ZeroConfig
 from zerohvd.errors import NonFiniteError, ShardedStateError
 from zerohvd.numerics import check_norm_type, clip_factor, divide_factors
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
-from zerohvd.torch.communication.entry import GROUP, STATE, STEP, Entry
-from zerohvd.torch.gradients import weighting
 from zerohvd.torch.gradients.hooks import GradHooks
 from zerohvd.torch.gradients.reduced import ReducedGrads
-from zerohvd.torch.gradients.rounds import Rounds, check_passes
 from zerohvd.torch.optimizer import state, update
 from zerohvd.torch.optimizer.offload import Offload
 from zerohvd.torch.params.naming import name_parameters
@@ -31,16 +32,13 @@ from zerohvd.torch.tied import TiedGradients
 
 MakeUnits = Callable[[TorchCollectives | LocalCollectives, str], Units]
 
-# Several optimizers in one script need names of their own for their collectives. Those of one
-# process set are made in the same order by all its members, as all ranks run the same script.
-_instances: dict[int, Iterator[int]] = {}
-
 
 def _instance_name(collectives: TorchCollectives | LocalCollectives) -> str:
+    """A prefix for the names of collectives that no other optimizer has."""
     if isinstance(collectives, LocalCollectives):
         return "zero"
     members = collectives.process_set_id
-    return f"zero{members}.{next(_instances.setdefault(members, itertools.count()))}"
+    return f"zero{members}.{agree_on_instance(collectives, members)}"
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -82,8 +80,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             collectives, stage=config.stage, passes=passes, prefix=self.prefix
         )
         self.units = None if units is None else units(collectives, self.prefix)
-        wait = None if self.units is None else self.units.waiting.wait
-        self.entry = Entry(collectives, f"{self.prefix}/agree", wait)
+        waiting = None if self.units is None else self.units.waiting
+        self._rendezvous = Rendezvous(collectives, f"{self.prefix}/agree", waiting)
         self.sections: list[ShardedParams] = []
         self._reduced = ReducedGrads(
             self.sections, collectives, self.prefix, replicated=config.stage == 0
@@ -251,16 +249,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.weight = weighting.announced()
         if self.weight is not None:
             if not self.average:
-                raise ValueError("a weight needs op=hvd.Average: a sum does not weigh ranks")
+                raise ValueError(weighting.NEEDS_AVERAGE)
             self.rounds.weight = self.weight
         self.rounds.notice_frozen()
-        self.entry.open(
-            STEP,
-            self.all_params(),
+        self._rendezvous.open(
+            Call.STEP,
+            self._trainable(),
             weighted=self.weight is not None,
             passes=self.rounds.passes,
             options=self._options(),
         )
+
+    def _trainable(self) -> Iterator[bool]:
+        return (p.requires_grad for p in self.all_params())
+
+    def meet(self, call: Call) -> None:
+        """Return when all ranks have come to `call`; raise on all of them if one made another."""
+        self._rendezvous.check()  # of a step under way
+        self._rendezvous.open(call, self._trainable())
+        self._rendezvous.check()
 
     def _renew_log(self) -> None:
         """Something is moved for the first time since the last step."""
@@ -289,18 +296,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.rounds.accumulated(section, index)
             return
         self.enter_step()
-        self._check_weight()
+        weighting.check_unchanged(self.weight)
         self.rounds.arrived(section, index)
-
-    def _check_weight(self) -> None:
-        """A weight that came too late, or changed, would be ignored silently."""
-        announced = weighting.announced()
-        if announced != self.weight:
-            raise ValueError(
-                f"zero.weight({announced:g}) came after gradients of this step had left with "
-                f"{'no weight' if self.weight is None else f'weight {self.weight:g}'}. Give one "
-                "weight per step, before its first backward pass"
-            )
 
     # -- what a script calls -------------------------------------------------------------------
 
@@ -330,8 +327,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _send_rest(self) -> None:
         self._adopt_unfrozen()
         self.enter_step()
-        self._check_weight()
-        self.entry.check()  # before waiting for buckets that other ranks may never send
+        weighting.check_unchanged(self.weight)
+        self._rendezvous.check()  # before waiting for buckets that other ranks may never send
         if self.units is not None:
             self.units.settle()
         self.rounds.send_rest()
@@ -520,8 +517,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for n in named:
             if n.param in known:
                 raise ValueError(f"parameter {n.name!r} is in a parameter group already")
-        self.entry.open(GROUP, self.all_params())
-        self.entry.check()
+        self.meet(Call.GROUP)
         options = {**self.inner.defaults, **group, "params": []}
         if "param_names" in self.inner.param_groups[0]:
             options["param_names"] = [n.name for n in named]
@@ -538,7 +534,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return
         # All ranks have to come here: compare before the collectives of the new layout.
         self.enter_step()
-        self.entry.check()
+        self._rendezvous.check()
         self.entered = False
         self._add_sections([self.named[p] for p in new])
         kept = {p: self.unsharded.pop(p) for p in new if p in self.unsharded}
@@ -559,9 +555,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "state_dict() was called between backward() and step(), while gradients were on "
                 "their way. Call it after step()."
             )
-        self.entry.check()  # of a step under way
-        self.entry.open(STATE, self.all_params())
-        self.entry.check()
+        self.meet(Call.STATE)
         return state.with_hooks(self, "state_dict", lambda: state.consolidate(self, to))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -13,15 +13,13 @@ import torch
 from zerohvd.communication.agreement import check_agreement
 from zerohvd.config import ZeroConfig
 from zerohvd.layout import Layout, ParamSpec, Piece, build_layout
-from zerohvd.numerics import DivideFactors
+from zerohvd.numerics import DivideFactors, master_dtype
 from zerohvd.schedule import Schedule
 from zerohvd.torch.communication import arrays
 from zerohvd.torch.communication.collectives import Handle, LocalCollectives, TorchCollectives
 from zerohvd.torch.gradients.reducer import PARTS_PER_BUCKET, GradReducer
 from zerohvd.torch.params.buffers import FlatParams, piece_view
 from zerohvd.torch.stage3.storage import UnitFlats
-
-_NARROW = (torch.float16, torch.bfloat16)
 
 Memory = Callable[[Layout, Sequence[torch.nn.Parameter]], FlatParams | UnitFlats]
 
@@ -159,10 +157,8 @@ class ShardedParams:
         """Per bucket: this rank's shard in the master's dtype; None where it is the params'."""
         masters: list[torch.Tensor | None] = []
         for b, flat in enumerate(self.flat.flats):
-            dtype = torch.float32 if flat.dtype in _NARROW else flat.dtype
-            if config.master_dtype is not None:
-                dtype = arrays.dtype_of(config.master_dtype)
-            masters.append(make(self.param_shard(b), dtype))
+            name = master_dtype(arrays.dtype_name(flat.dtype), config.master_dtype)
+            masters.append(make(self.param_shard(b), arrays.dtype_of(name)))
         return masters
 
     def param_shard(self, b: int) -> torch.Tensor:
@@ -220,6 +216,14 @@ class ShardedParams:
 
     def frozen(self) -> list[int]:
         return [i for i, p in enumerate(self.params) if not p.requires_grad]
+
+    @property
+    def param_names(self) -> list[str]:
+        return [n.name for n in self.named]
+
+    def with_gradient(self) -> list[int]:
+        """The parameters that hold a gradient which the reducer has not taken."""
+        return [i for i, p in enumerate(self.params) if p.grad is not None]
 
     def gather_start(self, buckets: range) -> list[Handle]:
         """Publish the updated shards: when all handles have been waited for, the parameters of

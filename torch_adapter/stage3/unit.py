@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
-from zerohvd.torch.communication.collectives import Handle
+from zerohvd.communication.collectives import Handle
+from zerohvd.communication.waiting import Waiting
 from zerohvd.torch.stage3.planning import UnitPlan
 from zerohvd.torch.stage3.storage import UnitFlats
-from zerohvd.torch.stage3.waiting import Waiting
 
 if TYPE_CHECKING:
     from zerohvd.torch.stage3.units import Units
@@ -68,14 +69,19 @@ class Unit:
         if self.state == COMING:  # the others are past it, so it has come
             for handle in self._handles:
                 handle.wait()
-            self._show()
+            with torch.inference_mode(False), torch.no_grad():
+                self._show()
         self.gathers += 1
-        return [h for part in self.parts for h in part.gather_start()]
+        # Another rank may be training while this one is in inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            return [h for part in self.parts for h in part.gather_start()]
 
     def end_part(self) -> None:
+        """What `take_part` has gathered is not needed here."""
         if self.state == SHARDED:
-            for part in self.parts:
-                part.free()
+            with torch.inference_mode(False), torch.no_grad():
+                for part in self.parts:
+                    part.free()
 
     def _show(self) -> None:
         self._handles = []

@@ -21,6 +21,7 @@ from torch import nn
 
 from zerohvd.communication.agreement import check_agreement
 from zerohvd.communication.prefetch import Order
+from zerohvd.communication.waiting import Waiting
 from zerohvd.layout import Layout, build_layout
 from zerohvd.torch import heap
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
@@ -30,7 +31,6 @@ from zerohvd.torch.shard_memory import ShardMemory
 from zerohvd.torch.stage3.planning import ModelPlan, UnitOptions, UnitPlan, tensors_in
 from zerohvd.torch.stage3.storage import Fill, UnitFlats
 from zerohvd.torch.stage3.unit import COMING, SHARDED, WHOLE, Unit, Use
-from zerohvd.torch.stage3.waiting import Waiting
 
 # Steps until the heap looks as it will for ever. The optimizer's state comes with the first one,
 # between what that leaves; gaps that no later step needs do not have to keep their memory.
@@ -67,7 +67,8 @@ class Units:
         self.root = self.all[0]
         self._unit_of: dict[nn.Parameter, Unit] = {}
         self.waiting = Waiting(self.all, collectives, prefix)
-        self._forward, self._backward = Order(), Order()
+        self._forward: Order[Unit] = Order()
+        self._backward: Order[Unit] = Order()
         self._clock = 0
         self._task = False  # the end of a backward pass has been asked for
         self._steps = 0
@@ -205,7 +206,7 @@ class Units:
         if unit is self.root and not unit.depth and not found and not _in_backward():
             self.free_idle()  # no backward pass will come this way
 
-    def _have(self, unit: Unit, order: Order) -> None:
+    def _have(self, unit: Unit, order: Order[Unit]) -> None:
         """Gather the unit, and start with the one that came next the last time."""
         if self.on_gather is not None:
             self.on_gather()
