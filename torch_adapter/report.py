@@ -10,7 +10,6 @@ import torch
 from zerohvd.communication.log import CommunicationReport
 from zerohvd.memory import MemoryReport
 from zerohvd.torch.optimizer.zero_optimizer import ZeroOptimizer
-from zerohvd.torch.pages import POOL
 from zerohvd.torch.stage3.storage import UnitFlats
 
 
@@ -22,9 +21,9 @@ def memory_report(opt: ZeroOptimizer) -> MemoryReport:
     params = _bytes(_params(opt), seen)
     masters = [m for s in opt.sections for m in s.masters if m is not None]
     master = _bytes(_in_memory(opt, masters), seen)
-    scratch = _bytes((t for s in opt.sections for t in s.reducer.scratch()), seen)
     held = [t for s in opt.sections for t in s.reducer.gradients()]
     grads = _bytes([*held, *(p.grad for p in opt.all_params() if p.grad is not None)], seen)
+    scratch = _bytes((t for s in opt.sections for t in s.reducer.scratch()), seen)
     return MemoryReport(
         params=params,
         grads=grads,
@@ -56,11 +55,11 @@ def _params(opt: ZeroOptimizer) -> Iterable[torch.Tensor]:
 
 
 def _gathered(opt: ZeroOptimizer) -> int:
-    """What is there of units, and what they have left for each other to use."""
+    """Bytes of gathered units."""
     if opt.units is None:
         return 0
     parts = (part for unit in opt.units.all for part in unit.parts)
-    return sum(part.gathered_nbytes for part in parts) + POOL.nbytes
+    return sum(part.gathered_nbytes for part in parts)
 
 
 def _check(opt: Any) -> None:

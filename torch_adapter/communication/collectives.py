@@ -12,6 +12,7 @@ from horovod.torch import mpi_ops
 
 from zerohvd.communication.collectives import Done, Handle, HorovodCollectives, SingleProcess
 from zerohvd.tools.launchers import check_ranks
+from zerohvd.torch import compat
 from zerohvd.torch.communication import arrays
 
 
@@ -26,7 +27,7 @@ class _HorovodHandle:
 
     def done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
-        return self._handle not in mpi_ops._handle_map or bool(mpi_ops.poll(self._handle))
+        return compat.is_done(self._handle)
 
 
 class Exchange(NamedTuple):
@@ -82,7 +83,7 @@ class TorchCollectives(HorovodCollectives):
         self._note(name, "reducescatter", x, moved=(x.numel() - own) * x.element_size())
         if self._use_native(x, lengths):
             out = x.new_empty(own) if into is None else into
-            started = mpi_ops._reducescatter_async(x, out, name, hvd.Sum, self._set, 1.0, 1.0)
+            started = compat.reducescatter_start(x, out, name, self._set)
             return Exchange(_HorovodHandle(started, x), [out], out)
         if self.size == 2:
             return self._exchange_with_other(x, lengths, name, into)
@@ -108,9 +109,8 @@ class TorchCollectives(HorovodCollectives):
     def _alltoall_start(
         self, x: torch.Tensor, splits: Sequence[int], out: torch.Tensor, name: str
     ) -> Handle:
-        received = torch.empty(self.size, dtype=torch.int32)
-        started = mpi_ops._alltoall_async(
-            _wire(x), arrays.splits(splits), _wire(out), received, name, self._set
+        started = compat.alltoall_start(
+            _wire(x), arrays.splits(splits), _wire(out), name, self._set
         )
         return _HorovodHandle(started, x)
 
@@ -124,7 +124,7 @@ class TorchCollectives(HorovodCollectives):
             return self._alltoall_start(own, splits, parts[1 - self.rank], name)
         # Input and output of an allgather must not overlap.
         sent = own.clone()
-        started = mpi_ops._allgather_async(_wire(sent), _wire(x), name, self._set)
+        started = compat.allgather_start(_wire(sent), _wire(x), name, self._set)
         return _HorovodHandle(started, sent)
 
     def gather_into(
@@ -139,7 +139,7 @@ class TorchCollectives(HorovodCollectives):
             _put(own, parts[self.rank])
             splits = [0, own.numel()] if self.rank == 0 else [own.numel(), 0]
             return self._alltoall_start(own, splits, parts[1 - self.rank], name)
-        started = mpi_ops._allgather_async(_wire(own), _wire(out), name, self._set)
+        started = compat.allgather_start(_wire(own), _wire(out), name, self._set)
         return _HorovodHandle(started, own)
 
     def broadcast_in_place(self, x: torch.Tensor, root: int = 0, *, name: str) -> None:

@@ -1,4 +1,4 @@
-"""The hooks on parameters and modules; those of tied weights are in a room of their own."""
+"""Hooks on parameters and on modules."""
 
 from __future__ import annotations
 
@@ -11,17 +11,6 @@ import torch
 if TYPE_CHECKING:
     from zerohvd.torch.stage3.unit import Unit
     from zerohvd.torch.stage3.units import Units
-
-
-def mark_own(hook: Any) -> None:
-    """Note that a hook on a gradient is ours."""
-    hook._zerohvd = True
-
-
-def only_own(param: torch.Tensor) -> bool:
-    """Whether nobody else has hooks that see the parameter's gradient."""
-    hooks = param._post_accumulate_grad_hooks or {}
-    return not param._backward_hooks and all(hasattr(h, "_zerohvd") for h in hooks.values())
 
 
 class GradHooks:
@@ -48,7 +37,6 @@ class GradHooks:
                 with torch.no_grad():
                     living.arrived(section, index)
 
-        mark_own(hook)
         return hook
 
     def remove(self) -> None:

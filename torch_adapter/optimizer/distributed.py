@@ -11,7 +11,6 @@ import torch
 
 from zerohvd.communication.rounds import check_passes
 from zerohvd.config import ZeroConfig
-from zerohvd.torch import heap
 from zerohvd.torch.communication.collectives import join
 from zerohvd.torch.communication.compression import Compression, wire_dtype
 from zerohvd.torch.optimizer.offload import Offload
@@ -101,7 +100,7 @@ def DistributedOptimizer(
         partition=choose_partition(optimizer, partition),
         **options,
     )
-    sharded = ZeroOptimizer(
+    return ZeroOptimizer(
         optimizer,
         named,
         collectives,
@@ -113,9 +112,6 @@ def DistributedOptimizer(
         units=_units,
         offload=elsewhere,
     )
-    if offload is None and any(n.param.device.type == "cpu" for n in named):
-        heap.keep_large()
-    return sharded
 
 
 def _offload(where: str | None, path: str | os.PathLike[str] | None) -> Offload | None:

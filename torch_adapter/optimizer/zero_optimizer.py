@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +19,7 @@ from zerohvd.communication.rounds import Rounds, check_passes
 from zerohvd.config import ZeroConfig
 from zerohvd.errors import NonFiniteError, ShardedStateError
 from zerohvd.numerics import check_norm_type, clip_factor, divide_factors
+from zerohvd.torch import compat
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
 from zerohvd.torch.gradients.hooks import GradHooks
 from zerohvd.torch.gradients.reduced import ReducedGrads
@@ -28,7 +28,6 @@ from zerohvd.torch.optimizer.offload import Offload
 from zerohvd.torch.params.naming import name_parameters
 from zerohvd.torch.params.section import Memory, NamedParam, ShardedParams
 from zerohvd.torch.stage3.units import Units
-from zerohvd.torch.tied import TiedGradients
 
 MakeUnits = Callable[[TorchCollectives | LocalCollectives, str], Units]
 
@@ -86,9 +85,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._reduced = ReducedGrads(
             self.sections, collectives, self.prefix, replicated=config.stage == 0
         )
-        tied = TiedGradients([n.param for n in named])  # its hooks come before the others
-        self._hooks: list[GradHooks | TiedGradients] = [tied]
-        weakref.finalize(self, tied.remove)
+        self._hooks: list[GradHooks] = []
         self.groups: list[list[torch.nn.Parameter]] = [
             list(g["params"]) for g in inner.param_groups
         ]
@@ -111,17 +108,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The inner optimizer's groups: its options, and this rank's pieces as params.
-
-        GradScaler looks here for gradients, so they are reduced for it. Only for it: others read
-        options here, maybe on one rank only, and must not start a collective by that.
-        """
-        if _called_by_grad_scaler():
-            if self._overflow_spread:
-                self.end_step()  # it looks once a step, so the last one has been skipped
-            self.synchronize()
-            self._overflow = self._reduced.spread_overflow(self._sentinel)
-            self._overflow_spread = True
+        """The inner optimizer's groups: its options, and this rank's pieces as params."""
         return self.inner.param_groups
 
     @param_groups.setter
@@ -207,8 +194,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
         number = self.rounds.add(section)
         self.sections.append(section)
-        if self.units is not None:
-            self.units.gradients.append(section.reducer.memory)
         group_of = {p: g for g, params in enumerate(self.groups) for p in params}
         for owned in section.owned:
             group = group_of[section.params[owned.piece.param]]
@@ -237,8 +222,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.entered = False  # the other ranks have been told that a step is under way
         self.synchronized = False
         self.weight: float | None = None
-        self._overflow = False  # agreed by all ranks, once GradScaler has asked
-        self._overflow_spread = False
+        self._overflow: bool | None = None  # agreed by all ranks; None: nobody has asked
         self._clipped = False
 
     def enter_step(self) -> None:
@@ -263,10 +247,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _trainable(self) -> Iterator[bool]:
         return (p.requires_grad for p in self.all_params())
 
-    def meet(self, call: Call) -> None:
-        """Return when all ranks have come to `call`; raise on all of them if one made another."""
+    def meet(self, call: Call, *, options: str = "") -> None:
+        """Return when all ranks have come to `call`; raise on all of them if one made another.
+
+        Args:
+            options: What else has to be the same on all ranks.
+        """
         self._rendezvous.check()  # of a step under way
-        self._rendezvous.open(call, self._trainable())
+        self._rendezvous.open(call, self._trainable(), options=options)
         self._rendezvous.check()
 
     def _renew_log(self) -> None:
@@ -283,10 +271,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def arrived(self, section: int, index: int) -> None:
         """A gradient has been accumulated by a backward pass."""
-        if self.units is not None:
-            self.units.after_gradient(self.sections[section].params[index])
-        if self.synchronized and self._overflow:
-            self.end_step()  # GradScaler has skipped the step, on all ranks
         if self.synchronized:
             self.rounds.refuse(section, index)
         if not self.entered:
@@ -322,6 +306,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._reduced.divide_by_weights(self.weight)
         for section in self.sections:
             section.set_piece_grads(section.buckets)
+            section.reducer.show_to_user()
         self._sentinel.grad = torch.zeros(1)
 
     def _send_rest(self) -> None:
@@ -382,6 +367,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             What `closure` returned.
         """
         loss = None
+        if compat.take_scale(self):
+            raise TypeError(
+                "torch.amp.GradScaler looks at the gradients of one rank, so ranks would skip "
+                "different steps: write scaler = zero.GradScaler(...) in its place, with the same "
+                "arguments; a scaler class of your own derives from zero.GradScaler"
+            )
         if weight is not None:
             self._announce(weight)
         if closure is not None:
@@ -400,6 +391,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.end_step()
         weighting.clear()
         return loss
+
+    # -- for zero.GradScaler -------------------------------------------------------------------
+
+    @torch.no_grad()
+    def agree_on_overflow(self) -> None:
+        """Reduce the gradients, and let every rank see that one of them is not finite."""
+        self.synchronize()
+        if self._overflow is None:
+            self._overflow = self._reduced.spread_overflow(self._sentinel)
+
+    def scaled_by_caller(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, GradScaler unscales the gradients and decides whether to call `step()`."""
+        return compat.unscaled_by_scaler(self)
+
+    def end_skipped_step(self) -> None:
+        """Drop the gradients of a step that the ranks have agreed not to take."""
+        if self.synchronized and self._overflow:
+            self.end_step()
 
     def _announce(self, weight: float) -> None:
         value = weighting.check_weight(weight)
@@ -421,12 +430,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if self.weight is not None:
                 self._await_reduced()  # the sum of all weights is needed before any update
         self._sentinel.grad = None
-        planned = update.plan(self.sections, self.inner, self.offload)
+        if not update.can_be_split(self.inner):  # its step() or hooks may keep gradients
+            for section in self.sections:
+                section.reducer.show_to_user()
+        planned = update.plan_waves(self.sections, self.inner, self.offload)
         update.run(planned, self.inner, self.offload, synchronized=self.synchronized)
         for section in self.sections:
             section.reducer.drop_full()
-        if self.units is not None:
-            self.units.rest()
         self._note_written()
 
     def publish(self) -> None:
@@ -438,8 +448,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _note_written(self) -> None:
         # Written behind autograd's back: a graph that has saved the old values must not be used.
-        with torch._C.DisableTorchFunctionSubclass():
-            torch.autograd.graph.increment_version([p for s in self.sections for p in s.params])
+        compat.increment_version([p for s in self.sections for p in s.params])
 
     def end_step(self) -> None:
         self._reduced.clear()
@@ -549,21 +558,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Args:
             to: Collect it on this rank only; the others get empty states. None: on every rank.
         """
-        state.refuse_horovod_callers("state_dict")
         if self.entered and self.rounds.passes == 1:
             raise RuntimeError(
                 "state_dict() was called between backward() and step(), while gradients were on "
                 "their way. Call it after step()."
             )
-        self.meet(Call.STATE)
-        return state.with_hooks(self, "state_dict", lambda: state.consolidate(self, to))
+        self.meet(Call.STATE, options=self._options())
+        return compat.with_state_dict_hooks(self, lambda: state.consolidate(self, to))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the state of the plain optimizer, or of a sharded one of any size.
 
         Every rank passes the whole state and keeps its own part; nothing is communicated.
         """
-        state.refuse_horovod_callers("load_state_dict")
         state.load(self, state_dict)
         self.absorb()
         self.loads += 1
@@ -582,7 +589,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             hooks.remove()
         for section in self.sections:
             section.set_owner(None)
-            section.reducer.release()
+            section.reducer.release(keep_buffers=False)
 
 
 def _unless_gone(method: Callable[[], None]) -> Callable[[], None]:
@@ -597,6 +604,4 @@ def _unless_gone(method: Callable[[], None]) -> Callable[[], None]:
     return call
 
 
-def _called_by_grad_scaler() -> bool:
-    name = sys._getframe(2).f_globals.get("__name__", "")
-    return name.startswith("torch.") and name.endswith("grad_scaler")
+compat.unscales_itself(ZeroOptimizer)

@@ -41,7 +41,8 @@ def zeroify(
         units: Stage 3: the modules whose parameters are gathered together. A class, a tuple of
             classes, a predicate of a module, or a list of modules. None: repeated blocks, which are
             items of a ModuleList or Sequential that share their class. What is in no unit is the
-            root, which is gathered during the whole of the forward and backward pass.
+            root, which is gathered during the whole of the forward and backward pass. Copy what you
+            want to keep of a parameter beyond the pass (`.clone()`): the memory of a view is freed.
         persist_below: Stage 3: parameters with fewer elements than this stay gathered.
         reshard_after_forward: Stage 3: False keeps units gathered between their forward and
             backward pass: less traffic, more memory.
@@ -69,7 +70,7 @@ def zeroify(
     )
     _broadcast(model, sharded)
     if sharded.units is not None:
-        sharded.units.free_idle()
+        sharded.units.reshard_idle()
         sharded.units.hooks = [UnitHooks(sharded.units), ModuleState(model, sharded.units)]
     return model, sharded
 
