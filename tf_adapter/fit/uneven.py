@@ -22,6 +22,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from zerohvd.communication.rendezvous import Call
 from zerohvd.keras.optimizer import entry, weighting
 
 # Dataset -> how many samples make a weight of 1.
@@ -67,7 +68,7 @@ def wrap(original: Callable[..., Any], step: str, unwrap: Callable[[Any], Any]) 
         usual = usual_count(given.get("x")) if optimizer is not None else None
         # In the first step ranks compare it anyway; later those that count would wait for ever.
         if step == "train_step" and optimizer is not None and optimizer.step is not None:
-            entry.meet(optimizer.step, entry.FIT if usual is None else entry.FIT_COUNTED)
+            entry.meet(optimizer.step, Call.FIT if usual is None else Call.FIT_COUNTED)
         if usual is None:
             return original(self, *args, **kwargs)
         with _counting(self, step, usual):

@@ -15,8 +15,7 @@ import tensorflow as tf
 from zerohvd.config import ZeroConfig
 from zerohvd.keras.params import buffers
 from zerohvd.layout import Layout, ParamSpec, Piece, Span
-
-_NARROW = ("float16", "bfloat16")
+from zerohvd.numerics import master_dtype
 
 # An update holds up to eight tensors of the size of what it updates. What a rank owns is updated
 # in parts of this share of a bucket, so that they make one bucket together; parts fit into the
@@ -158,7 +157,7 @@ def owned_pieces(
     chunks: dict[int, int] = {}
     for piece in owned:
         spec = layout.params[piece.param]
-        dtype = config.master_dtype or ("float32" if spec.dtype in _NARROW else spec.dtype)
+        dtype = master_dtype(spec.dtype, config.master_dtype)
         chunk = chunks.get(piece.param, 0)
         chunks[piece.param] = chunk + 1
         found.append(PieceVariable(variables[piece.param], spec, piece, dtype, chunk))
