@@ -1,8 +1,8 @@
-"""Metrics of all ranks together: their states are added up, and give one result.
+"""Metrics over the samples of all ranks: the sum of the ranks' metric states gives one result.
 
 A Keras metric keeps sums in its variables (`total` and `count`, true positives, a confusion
 matrix) and says with each how it is put together from several replicas (`aggregation`, "sum"
-unless the metric says otherwise). Averages of the results would be wrong for most metrics.
+unless the metric says otherwise). An average of the results would be wrong for most metrics.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import numpy as np
 
 from zerohvd.communication.collectives import Collectives
 
+Array = np.ndarray[Any, Any]
+
 
 class Snapshot(NamedTuple):
     """A model's metrics at one moment on this rank."""
 
-    state: list[np.ndarray]
+    state: list[Array]
     results: dict[str, Any]
     samples: float  # in the loss
 
@@ -77,7 +79,7 @@ def _is_result(here: Snapshot, name: str, value: float) -> bool:
     return bool(np.isclose(float(here.results[name]), value, rtol=1e-6, atol=0, equal_nan=True))
 
 
-def _share(variable: Any, value: np.ndarray, ranks: Collectives) -> np.ndarray:
+def _share(variable: Any, value: Array, ranks: Collectives) -> Array:
     """What this rank adds to the sum."""
     how = getattr(variable, "aggregation", "sum")
     value = value.astype(np.float64)
@@ -100,7 +102,7 @@ def _compare(names: list[str], here: Snapshot, ranks: Collectives, name: str) ->
         )
 
 
-def _add_up(parts: list[np.ndarray], ranks: Collectives, name: str) -> list[np.ndarray]:
+def _add_up(parts: list[Array], ranks: Collectives, name: str) -> list[Array]:
     flat = np.concatenate([np.ravel(p) for p in parts])
     summed = ranks.to_numpy(ranks.allreduce(ranks.from_numpy(flat), name=name))
     ends = np.cumsum([p.size for p in parts])
@@ -108,7 +110,7 @@ def _add_up(parts: list[np.ndarray], ranks: Collectives, name: str) -> list[np.n
     return [c.reshape(p.shape) for c, p in zip(cut, parts, strict=True)]
 
 
-def _results_of(model: Any, own: list[np.ndarray], joint: list[np.ndarray]) -> dict[str, Any]:
+def _results_of(model: Any, own: list[Array], joint: list[Array]) -> dict[str, Any]:
     """The metrics' results with the state `joint`; afterwards their state is what it was."""
     variables = model.metrics_variables
     now = [v.numpy() for v in variables]

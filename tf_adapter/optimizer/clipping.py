@@ -11,8 +11,9 @@ from zerohvd.config import ZeroConfig
 from zerohvd.keras.communication.wire import Wire
 
 
-def global_limit(inner: Any, config: ZeroConfig) -> float | None:
-    return inner.global_clipnorm or config.grad_clip
+def global_limit(inner: Any, config: ZeroConfig) -> float:
+    """The limit of the norm over all variables; 0: none."""
+    return float(inner.global_clipnorm or config.grad_clip or 0)
 
 
 def needs_norms(inner: Any, config: ZeroConfig) -> bool:
@@ -47,7 +48,7 @@ def by_norm(
     squares = [tf.zeros([])] * count
     for grad, param in zip(grads, params, strict=True):
         if grad is not None:
-            # Squares of norms add up, norms do not; in float32 or better.
+            # Squares of norms add up; in float32 or better.
             wide = grad if grad.dtype == tf.float64 else tf.cast(grad, tf.float32)
             squares[param] = squares[param] + tf.cast(tf.reduce_sum(wide * wide), tf.float32)
     limit = global_limit(inner, config)
