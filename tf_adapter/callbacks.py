@@ -105,7 +105,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
             )
         progress = min(1.0, (self._epoch + batch / steps) / self.warmup_epochs)
         size = ranks_of(self.model).size
-        rate = self.initial_lr * (1 + progress * (size - 1)) / size
+        rate = (self.initial_lr or 0.0) * (1 + progress * (size - 1)) / size
         self.model.optimizer.learning_rate = rate
         if progress >= 1.0:
             self._done = True

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -25,26 +25,6 @@ _SMALL = 4096
 _made: dict[int, int] = {}
 
 
-class _Moved(NamedTuple):
-    """What one collective moves; the arguments of `CommLog.add`."""
-
-    name: str
-    op: str
-    dtype: str
-    elements: int
-    nbytes: int
-    moved: int | None
-
-
-class _Branch:
-    """Collectives that run together, or not at all."""
-
-    def __init__(self, last_step: tf.Variable | None) -> None:
-        self.moved: list[_Moved] = []
-        self.measured: list[Callable[[], _Moved]] = []  # what only the running step knows
-        self.last_step = last_step  # the last step that took the branch; None: every step does
-
-
 class StepTraffic:
     """What one step moves.
 
@@ -57,24 +37,24 @@ class StepTraffic:
 
     def __init__(self, size: int, step: tf.Variable, marks: dict[str, tf.Variable]) -> None:
         self._size, self._step, self._marks = size, step, marks
-        self._branches = {"": _Branch(None)}
-        self._current = ""
+        # What every step moves (""), and each branch; a branch's mark is the last step it ran in.
+        self._moved: dict[str, list[Callable[[CommLog], None]]] = {"": []}
+        self._branch = ""
 
     @contextlib.contextmanager
     def branch(self, name: str) -> Iterator[None]:
         """Record the collectives of a branch; to be entered inside the branch."""
-        mark = self._mark(name)
-        mark.assign(self._step)
-        self._branches[name] = _Branch(mark)
-        before, self._current = self._current, name
+        self._mark(name).assign(self._step)
+        self._moved[name] = []
+        before, self._branch = self._branch, name
         try:
             yield
         finally:
-            self._current = before
+            self._branch = before
 
     def add(self, name: str, op: str, x: Any, moved: int | None = None) -> None:
-        found = _Moved(name, op, arrays.dtype_name(x), arrays.numel(x), arrays.nbytes(x), moved)
-        self._branches[self._current].moved.append(found)
+        what = (name, op, arrays.dtype_name(x), arrays.numel(x), arrays.nbytes(x), moved)
+        self._moved[self._branch].append(lambda log: log.add(*what))
 
     def add_gathered_rows(self, name: str, x: Any) -> None:
         """Record an allgather whose number of rows only the running step knows."""
@@ -82,20 +62,19 @@ class StepTraffic:
         rows.assign(tf.shape(x, out_type=tf.int64)[0])
         dtype, width, item = arrays.dtype_name(x), math.prod(x.shape[1:]), arrays.itemsize(x)
 
-        def measure() -> _Moved:
+        def add(log: CommLog) -> None:
             own = int(rows.numpy()) * width
-            nbytes = own * item
-            return _Moved(name, "allgather", dtype, own, nbytes, nbytes * (self._size - 1))
+            log.add(name, "allgather", dtype, own, own * item, own * item * (self._size - 1))
 
-        self._branches[self._current].measured.append(measure)
+        self._moved[self._branch].append(add)
 
     def log(self) -> CommLog:
         """What the most recent step moved."""
         log = CommLog(self._size)
-        for branch in self._branches.values():
-            if branch.last_step is None or int(branch.last_step) == int(self._step):
-                for moved in [*branch.moved, *(measure() for measure in branch.measured)]:
-                    log.add(*moved)
+        for branch, moved in self._moved.items():
+            if not branch or int(self._marks[branch]) == int(self._step):
+                for add in moved:
+                    add(log)
         return log
 
     def _mark(self, name: str) -> tf.Variable:
@@ -172,10 +151,7 @@ class Wire:
     def reducescatter(self, x: Any, lengths: Sequence[int], name: str) -> Any:
         """The sum over the ranks of this rank's part of `x`; 16-bit floats are added in float32.
 
-        Args:
-            x: 1-D.
-            lengths: How many elements of it each rank keeps.
-            name: The same on all ranks.
+        `x` is 1-D, and rank i keeps `lengths[i]` elements.
         """
         if self.size == 1:
             return arrays.widen(x)

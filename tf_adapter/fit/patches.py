@@ -18,8 +18,8 @@ import keras
 from zerohvd.errors import ShardedStateError
 from zerohvd.keras import compat
 from zerohvd.keras.fit import uneven
-from zerohvd.keras.optimizer import averages, models, weighting
-from zerohvd.keras.optimizer.distributed import optimizer_of, unwrap
+from zerohvd.keras.optimizer import averages, weighting
+from zerohvd.keras.optimizer.distributed import DistributedOptimizer, optimizer_of, unwrap
 from zerohvd.keras.optimizer.entry import explained
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -122,7 +122,7 @@ def _compile(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     inner = optimizer_of(self)
     if inner is None:
         return result
-    models.compiled_with(self, inner)
+    inner.compiled_into(self)
     if inner.scaler is not None:
         self.optimizer = inner  # compile wrapped it once more
     if self.jit_compile:
@@ -135,8 +135,11 @@ def _compile(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 @_wrapper
 def _compile_from_config(original: Any, self: Any, config: Any) -> Any:
     """Defer the build of the optimizer, a collective, when one rank alone calls `load_model`."""
-    with models.loading():
+    before, DistributedOptimizer.is_loading = DistributedOptimizer.is_loading, True
+    try:
         return original(self, config)
+    finally:
+        DistributedOptimizer.is_loading = before
 
 
 def verbose() -> str | int:

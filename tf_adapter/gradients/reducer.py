@@ -15,23 +15,18 @@ from zerohvd.keras.params.naming import variable_path
 from zerohvd.keras.params.shards import ShardedVariables
 from zerohvd.layout import Bucket, Piece, Span
 
+_Function = Callable[[Any], Any]
+
 
 class GradientReducer:
-    """Owns the gradients of one optimizer.
+    """Owns the gradients of one optimizer: which there are, and what is accumulated of them.
 
     Args:
         shards: The variables that the gradients belong to.
-        reduce_dtype: Gradients are sent in this dtype; None: in that of their bucket.
+        reduce_dtype: The dtype in which gradients are sent; None: that of their bucket.
         steps: How many steps are accumulated for an update.
-        sharded_sums: What reduced gradients are accumulated in, one per piece; None: gradients are
-            accumulated locally, whole, and reduced once per update (stages 0 and 1).
-
-    Attributes:
-        local_sums: The local sums, one per variable, if there are any.
-        present: Which variables get gradients; None until the first step, when ranks compare.
-        frozen: Which of them are frozen and were not given to the step: not updated, as in Keras.
-        weighted: Whether the last step that was called or traced had a weight.
-        window: Limits how many buckets are in flight.
+        sharded_sums: Accumulate reduced gradients in these, one per piece; None: accumulate whole
+            gradients in `local_sums`, and reduce once per update (stages 0 and 1).
     """
 
     def __init__(
@@ -50,14 +45,21 @@ class GradientReducer:
                     for v in shards.variables
                 ]
         self._sums = self.local_sums if sharded_sums is None else sharded_sums
+        # Which variables get gradients; None until the first step, when the ranks compare.
         self.present: frozenset[int] | None = None
+        # Which are frozen, and were not given to this step: not updated, as in Keras.
         self.frozen: frozenset[int] = frozenset()
-        self.weighted = False
+        self.weighted = False  # whether the last step that was called or traced had a weight
         self.window = Window(shards.layout)
 
-    def agree_on_present(self, grads: Sequence[Any], weighted: bool) -> None:
-        """Compare on all ranks, in the first step, which variables have gradients on any rank."""
+    def agree_on_present(self, grads: Sequence[Any], weighted: bool) -> bool:
+        """Compare on all ranks, in the first step, which variables have gradients on any rank.
+
+        Returns:
+            Whether this was the first step.
+        """
         mine = [i for i, g in enumerate(grads) if g is not None]
+        first = self.present is None
         if self.present is None:
             with tf.init_scope():
                 found = self.shards.wire.eager.allgather_object(
@@ -78,6 +80,7 @@ class GradientReducer:
                 "give the optimizer all variables that it will ever update in the first step, "
                 "or use one optimizer per group of variables"
             )
+        return first
 
     def updates(self, param: int) -> bool:
         """Whether the step changes the variable."""
@@ -113,12 +116,11 @@ class Reduction:
     Args:
         reducer: Of the optimizer.
         grads: This rank's, one per variable, None where there is none.
-        scale: They are those of a loss that was multiplied with it; None: with 1.
+        scale: What their loss was multiplied with; None: 1.
         weight: How much this rank counts; None: as much as any other.
         in_loss: Whether the loss was multiplied with the weight, too.
 
     Attributes:
-        grads: The gradients, sparse ones as `Rows`.
         heads: What to wait for so as to run only in a step that has data: the gradient of the last
             variable, which backward computes first.
     """
@@ -166,7 +168,7 @@ class Reduction:
     def bucket(self, bucket: Bucket, grads: Sequence[Any]) -> list[Any]:
         """The mean gradient of each piece of this rank in the bucket."""
         pieces = self._shards.pieces_in(bucket)
-        dtype = tf.as_dtype(self._reducer.reduce_dtype or bucket.dtype)
+        owned = [p.piece for p in pieces]
         param = bucket.slots[0].param
 
         def mean(total: Any) -> Any:
@@ -175,12 +177,15 @@ class Reduction:
             self._add_up_weights([*self.heads, total])
             return self._mean(total, pieces[0].dtype) if pieces else total
 
-        spans = [p.piece for p in pieces]
         if sparse.applies(bucket, self._shards.layout.params[param], grads[param]):
-            found = self._sparse(bucket, grads, dtype, spans, mean)
+            together = [_together(owned)] if owned else []
+            found = self._sparse(bucket, grads, together)
+            if owned:
+                total, start = mean(found[0]), together[0].param_span.start
+                found = [buffers.cut(total, p.param_span.shift(-start)) for p in owned]
             self._add_up_weights(self.heads)
         else:
-            found = self._dense(bucket, grads, dtype, spans, mean)
+            found = self._dense(bucket, grads, owned, mean)
         return [
             tf.reshape(grad, piece.shape) if self._reducer.updates(piece.piece.param) else None
             for piece, grad in zip(pieces, found, strict=True)
@@ -190,37 +195,25 @@ class Reduction:
         total = _scaled(tf.cast(total, dtype), self._factor)
         return total if self._scale is None else total / tf.cast(self._scale, dtype)
 
-    def _sparse(
-        self,
-        bucket: Bucket,
-        grads: Sequence[Any],
-        dtype: Any,
-        pieces: Sequence[Piece],
-        mean: Callable[[Any], Any],
-    ) -> list[Any]:
-        owned = [_together(pieces)] if pieces else []
+    def _dtype(self, bucket: Bucket) -> Any:
+        return tf.as_dtype(self._reducer.reduce_dtype or bucket.dtype)
+
+    def _sparse(self, bucket: Bucket, grads: Sequence[Any], owned: Sequence[Piece]) -> list[Any]:
+        """The sum of the ranks' rows, of the piece that this rank owns."""
         rows = grads[bucket.slots[0].param].map(self._weigh)
-        found = sparse.reduce(
+        return sparse.reduce(
             self._wire,
             self._shards.name_of(bucket, "sparse"),
-            rows.map(lambda g: tf.cast(g, dtype)),
+            rows.map(lambda g: tf.cast(g, self._dtype(bucket))),
             owned[0].param_span if owned else None,
-            lambda: self._dense(bucket, grads, dtype, owned, _unchanged),
+            lambda: self._dense(bucket, grads, owned, _unchanged),
         )
-        if not owned:
-            return found
-        total, start = mean(found[0]), owned[0].param_span.start
-        return [buffers.cut(total, p.param_span.shift(-start)) for p in pieces]
 
     def _dense(
-        self,
-        bucket: Bucket,
-        grads: Sequence[Any],
-        dtype: Any,
-        pieces: Sequence[Piece],
-        mean: Callable[[Any], Any],
+        self, bucket: Bucket, grads: Sequence[Any], pieces: Sequence[Piece], mean: _Function
     ) -> list[Any]:
-        shards, wire = self._shards, self._wire
+        """The gradient of each piece, after `mean` has been applied to the sum over the ranks."""
+        shards, wire, dtype = self._shards, self._wire, self._dtype(bucket)
         flats = {
             slot.param: tf.reshape(sparse.dense(grads[slot.param]), [-1])
             for slot in bucket.slots
@@ -264,7 +257,7 @@ def first_of(grads: Sequence[Any]) -> list[Any]:
     return [g.values if isinstance(g, sparse.Rows) else g for g in present][:1]
 
 
-def _weighing(weight: Any, in_loss: bool) -> Callable[[Any], Any]:
+def _weighing(weight: Any, in_loss: bool) -> _Function:
     """The function from a gradient to this rank's contribution to the sum.
 
     A rank of weight 0 contributes zeros whatever its gradients are: the loss of an empty batch may

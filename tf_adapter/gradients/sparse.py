@@ -52,20 +52,12 @@ def applies(bucket: Bucket, spec: ParamSpec, grad: Any) -> bool:
 
 
 def reduce(
-    wire: Wire,
-    name: str,
-    grad: Rows,
-    span: Span | None,
-    as_table: Callable[[], list[Any]],
+    wire: Wire, name: str, grad: Rows, span: Span | None, as_table: Callable[[], list[Any]]
 ) -> list[Any]:
     """The sum over the ranks of what this rank owns of the gradient, 1-D.
 
-    Args:
-        wire: The ranks.
-        name: Prefix of the collectives' names.
-        grad: This rank's rows.
-        span: What this rank owns of the flattened variable; None: nothing.
-        as_table: Reduces the dense gradient.
+    `span` is what it owns of the flattened variable, None if nothing; `as_table` reduces the dense
+    gradient instead.
     """
     if wire.size == 1:
         return as_table()

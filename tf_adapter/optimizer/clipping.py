@@ -41,9 +41,9 @@ def by_norm(
         grads: One per piece, None where there is none.
         params: The variable each piece belongs to.
         count: How many variables there are.
-        inner: Holds Keras' options.
-        config: Holds ours.
-        wire: Adds up the squares of all ranks; None: every rank holds whole gradients.
+        inner: Has Keras' limits.
+        config: Has `grad_clip`.
+        wire: None: every rank holds whole gradients.
     """
     squares = [tf.zeros([])] * count
     for grad, param in zip(grads, params, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,14 +18,17 @@ from zerohvd.config import MIB, ZeroConfig
 from zerohvd.errors import ShardedStateError
 from zerohvd.keras import compat
 from zerohvd.keras.communication.wire import Wire, join
-from zerohvd.keras.optimizer import averages, models, partition, state, weighting
+from zerohvd.keras.optimizer import averages, partition, state, weighting
 from zerohvd.keras.optimizer.step import ShardedStep
 from zerohvd.keras.params import broadcasting, layouts
 from zerohvd.keras.params.naming import tf_variable
 from zerohvd.keras.params.pieces import PieceVariable, owned_pieces
 from zerohvd.tools.launchers import check_ranks
 
+# What belongs to the inner optimizer, and is read and set there.
 _DELEGATED = (
+    "learning_rate",
+    "iterations",
     "weight_decay",
     "clipnorm",
     "global_clipnorm",
@@ -57,6 +61,9 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         process_set: The ranks that take part, all of them unless given; any other trains alone.
         name: The optimizer's name.
     """
+
+    # Whether `load_model` is compiling a model on this rank, and perhaps on no other.
+    is_loading = False
 
     def __init__(
         self,
@@ -95,6 +102,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         # The state that `load_model` has read, until the ranks build the optimizer together.
         self.loaded_state: dict[str, Any] | None = None
         self._loaded_variables: list[Any] = []
+        self._model: Any = lambda: None  # a weak reference, once a model is compiled with this
         # Keras saves every optimizer it finds in an attribute; this one saves the whole state.
         for part in (self.inner_optimizer, self.scaler):
             if part is not None:
@@ -105,7 +113,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     @tf.autograph.experimental.do_not_convert
     def build(self, variables: Sequence[Any]) -> None:
         """Lay out `variables` and create this rank's state; all ranks must call it."""
-        if models.is_loading():
+        if self.is_loading:
             # One rank alone may load a model, to inspect it; the first step builds.
             self._loaded_variables = list(variables)
             return
@@ -127,16 +135,17 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             rows = {i for found in everyone for i in found}
             how = partition.choose(self.inner_optimizer, self.config.partition)
             layout = layouts.lay_out(variables, how, self.config, wire.size, rows)
+            # Keras numbers names by the order of creation, which may differ between ranks.
+            options = {k: v for k, v in self.inner_optimizer.get_config().items() if k != "name"}
             settings = {
                 **self.config.as_dict(),
                 "optimizer": type(self.inner_optimizer).__name__,
-                "config": _options(self.inner_optimizer),
+                "config": options,
                 "state loaded from a file": self.loaded_state is not None,
             }
             check_agreement(wire.eager, layout, settings)
             if self.broadcast:
-                everything = [*variables, *models.other_state(self)]
-                broadcasting.broadcast_variables(everything, wire.eager)
+                broadcasting.broadcast_variables([*variables, *self._statistics()], wire.eager)
             pieces = owned_pieces(layout, variables, wire.rank, self.config)
             self._build_inner(pieces)
             self.step = ShardedStep(
@@ -146,6 +155,15 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
                 state.load_state(self, self.loaded_state)
                 self.loaded_state = None
         self.built = True
+
+    def compiled_into(self, model: Any) -> None:
+        """Remember the model, which was compiled with this optimizer."""
+        self._model = weakref.ref(model)
+
+    def _statistics(self) -> list[Any]:
+        """The model's variables that no gradient changes; no seeds, which are integers."""
+        variables = () if self._model() is None else self._model().non_trainable_variables
+        return [v for v in variables if "float" in str(v.dtype)]
 
     def _build_inner(self, pieces: list[PieceVariable]) -> None:
         inner = self.inner_optimizer
@@ -209,23 +227,17 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         for index, grad in zip(given, grads, strict=True):
             aligned[index] = grad
         weight = weighting.take()
-        self._compare_gradients(aligned, weight is not None)
-        self.step.reducer.frozen = frozenset(
+        reducer = self.step.reducer
+        if reducer.agree_on_present(aligned, weight is not None):
+            present = [True if i in reducer.present else None for i in range(len(aligned))]
+            compat.check_any_gradient(self, present, self.step.variables)
+        reducer.frozen = frozenset(
             index
             for index, variable in enumerate(self.step.variables)
             if index not in given and not variable.trainable
         )
         with tf.name_scope(self.name):
             self.step.run(aligned, scaler, weight, weighting.is_in_loss(self))
-
-    def _compare_gradients(self, grads: Sequence[Any], weighted: bool) -> None:
-        """Agree, in the first step, on what has gradients; raise if that changes later."""
-        reducer = self.step.reducer
-        first = reducer.present is None
-        reducer.agree_on_present(grads, weighted)
-        if first:
-            present = [True if i in reducer.present else None for i in range(len(grads))]
-            compat.check_any_gradient(self, present, self.step.variables)
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         if self.use_ema and self.step is not None:
@@ -239,18 +251,6 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         """This rank's state: counters, the learning rate and its shards of the slots."""
         own = [] if self.scaler is None else compat.scaler_variables(self.scaler)
         return [*own, *self.inner_optimizer.variables]
-
-    @property
-    def learning_rate(self) -> Any:
-        return self.inner_optimizer.learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, value: Any) -> None:
-        self.inner_optimizer.learning_rate = value
-
-    @property
-    def iterations(self) -> Any:
-        return self.inner_optimizer.iterations
 
     def scale_loss(self, loss: Any) -> Any:
         loss = (self.scaler or self.inner_optimizer).scale_loss(loss)
@@ -390,8 +390,3 @@ def _check_inner(optimizer: Any, config: ZeroConfig) -> None:
             "grad_clip and the optimizer's own clipping are both set; use one of grad_clip, "
             "clipnorm, clipvalue and global_clipnorm"
         )
-
-
-def _options(optimizer: Any) -> dict[str, Any]:
-    # Keras numbers names by the order of creation, which may differ between ranks.
-    return {k: v for k, v in optimizer.get_config().items() if k != "name"}
