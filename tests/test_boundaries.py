@@ -266,7 +266,7 @@ def framework_names(tree: ast.Module) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("part", parts(torch="being cut into rooms", core="being extended"))
+@pytest.mark.parametrize("part", parts(torch="being cut into rooms"))
 def test_no_module_reads_private_members_of_other_objects(part):
     found = []
     for path, tree, node in nodes(part):

@@ -8,6 +8,7 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 
+from zerohvd.communication.metrics import Snapshot
 from zerohvd.keras import compat
 from zerohvd.keras.checkpoint import whole_model
 from zerohvd.keras.checkpoint.api import CheckpointManager
@@ -32,8 +33,8 @@ class MetricAverage(keras.callbacks.Callback):
     def __init__(self) -> None:
         super().__init__()
         self._in_epoch = False
-        self._trained: metrics.Snapshot | None = None
-        self._tested: metrics.Snapshot | None = None
+        self._trained: Snapshot | None = None
+        self._tested: Snapshot | None = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._in_epoch, self._trained, self._tested = True, None, None
@@ -105,7 +106,8 @@ class LearningRateWarmup(keras.callbacks.Callback):
             )
         progress = min(1.0, (self._epoch + batch / steps) / self.warmup_epochs)
         size = ranks_of(self.model).size
-        rate = (self.initial_lr or 0.0) * (1 + progress * (size - 1)) / size
+        assert self.initial_lr is not None  # on_train_begin has set it
+        rate = self.initial_lr * (1 + progress * (size - 1)) / size
         self.model.optimizer.learning_rate = rate
         if progress >= 1.0:
             self._done = True

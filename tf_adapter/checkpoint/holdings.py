@@ -12,7 +12,7 @@ import tensorflow as tf
 from zerohvd.keras import compat
 from zerohvd.keras.optimizer import state
 from zerohvd.keras.optimizer.distributed import unwrap
-from zerohvd.keras.params.naming import tf_variable, variable_path
+from zerohvd.keras.params.pieces import tf_variable, variable_path
 
 
 def places(model: Any) -> dict[Any, str]:

@@ -18,6 +18,7 @@ import tensorflow as tf
 from zerohvd.communication.collectives import Collectives, HorovodCollectives, SingleProcess
 from zerohvd.communication.log import CommLog
 from zerohvd.keras.communication import arrays
+from zerohvd.keras.communication.ordering import after
 
 # A tensor smaller than this may be a constant (a flag, a count, a norm); gradients never are.
 _SMALL = 4096
@@ -28,11 +29,8 @@ _made: dict[int, int] = {}
 class StepTraffic:
     """What one step moves.
 
-    Args:
-        size: How many ranks there are.
-        step: The number of the current step.
-        marks: Variables that graphs write to. They outlive this object: a graph that was traced
-            for an earlier one writes to the same.
+    Graphs write to `marks`, which outlive this object: a graph that was traced for an earlier one
+    writes to the same variables.
     """
 
     def __init__(self, size: int, step: tf.Variable, marks: dict[str, tf.Variable]) -> None:
@@ -246,8 +244,7 @@ class Wire:
             cuts = [_share(length, i, rounds) for length in lengths]
             parts = [x[s + a : s + b] for s, (a, b) in zip(starts, cuts, strict=True) if b > a]
             sent = x if rounds == 1 else parts[0] if len(parts) == 1 else tf.concat(parts, 0)
-            wait = [] if tf.executing_eagerly() else sums[-1:]
-            with tf.control_dependencies(wait):
+            with after(sums[-1:]):
                 received = self._alltoall(sent, [b - a for a, b in cuts], f"{name}/{i}")
             received.set_shape([self.size * (cuts[self.rank][1] - cuts[self.rank][0])])
             sums.append(arrays.sum_parts(arrays.widen(received), self.size))

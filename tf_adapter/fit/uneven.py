@@ -35,10 +35,8 @@ _TRACED = {"train_step": "train_function", "test_step": "test_function"}
 def mark(dataset: tf.data.Dataset, usual: float) -> tf.data.Dataset:
     """Have `fit` count the samples in batches of `dataset`, and of datasets made from it.
 
-    Args:
-        dataset: This rank's part.
-        usual: How many samples a rank usually has in a batch, the same on all ranks: their weight
-            is exactly 1, which changes no gradient.
+    `usual` is how many samples a rank usually has in a batch, the same on all ranks: their weight
+    is exactly 1, which changes no gradient.
     """
     _marked[dataset] = usual
     return dataset
@@ -53,15 +51,7 @@ def usual_count(data: Any) -> float | None:
 
 
 def run(step: str, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `fit` or `evaluate`, with ranks weighted by their samples where the data is marked.
-
-    Args:
-        step: "train_step" or "test_step".
-        original: The method.
-        model: Whose.
-        *args: The method's.
-        **kwargs: The method's.
-    """
+    """Run `fit` ("train_step") or `evaluate` ("test_step"), counting samples if data is marked."""
     given = inspect.signature(original).bind_partial(model, *args, **kwargs).arguments
     optimizer = optimizer_of(model)
     usual = usual_count(given.get("x")) if optimizer is not None else None

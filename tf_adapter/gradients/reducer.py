@@ -11,7 +11,7 @@ from zerohvd.errors import DisagreementError
 from zerohvd.keras.communication.ordering import Window, after
 from zerohvd.keras.gradients import sparse
 from zerohvd.keras.params import buffers
-from zerohvd.keras.params.naming import variable_path
+from zerohvd.keras.params.pieces import variable_path
 from zerohvd.keras.params.shards import ShardedVariables
 from zerohvd.layout import Bucket, Piece, Span
 
@@ -53,11 +53,8 @@ class GradientReducer:
         self.window = Window(shards.layout)
 
     def agree_on_present(self, grads: Sequence[Any], weighted: bool) -> bool:
-        """Compare on all ranks, in the first step, which variables have gradients on any rank.
-
-        Returns:
-            Whether this was the first step.
-        """
+        """Compare on all ranks, in the first step, which variables have gradients on any rank;
+        returns whether this was the first step."""
         mine = [i for i, g in enumerate(grads) if g is not None]
         first = self.present is None
         if self.present is None:
@@ -111,18 +108,10 @@ class GradientReducer:
 
 
 class Reduction:
-    """Reduces the gradients of one step.
+    """Reduces the gradients of one step, one per variable or None; see `ShardedStep.run`.
 
-    Args:
-        reducer: Of the optimizer.
-        grads: This rank's, one per variable, None where there is none.
-        scale: What their loss was multiplied with; None: 1.
-        weight: How much this rank counts; None: as much as any other.
-        in_loss: Whether the loss was multiplied with the weight, too.
-
-    Attributes:
-        heads: What to wait for so as to run only in a step that has data: the gradient of the last
-            variable, which backward computes first.
+    `scale` is what their loss was multiplied with. `heads` is what to wait for so as to run only in
+    a step that has data: the last variable's gradient, which backward computes first.
     """
 
     def __init__(

@@ -13,11 +13,8 @@ from zerohvd.layout import Bucket
 
 
 def update(inner: Any, shards: ShardedVariables) -> list[Any]:
-    """Take in the variables as they are after a step, and overwrite them where that is due.
-
-    Returns:
-        Operations to wait for.
-    """
+    """Take in the variables as they are after a step, and overwrite them where that is due;
+    returns operations to wait for."""
     for piece in shards.pieces:
         piece.load()
     compat.update_averages(inner, shards.pieces)

@@ -37,13 +37,8 @@ def by_norm(
 ) -> list[Any]:
     """Clip by the norm of each variable (`clipnorm`) or of all of them together.
 
-    Args:
-        grads: One per piece, None where there is none.
-        params: The variable each piece belongs to.
-        count: How many variables there are.
-        inner: Has Keras' limits.
-        config: Has `grad_clip`.
-        wire: None: every rank holds whole gradients.
+    There is a gradient, or None, for each piece, which belongs to one of `count` variables
+    (`params`). Without `wire`, every rank holds whole gradients.
     """
     squares = [tf.zeros([])] * count
     for grad, param in zip(grads, params, strict=True):

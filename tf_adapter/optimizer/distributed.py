@@ -21,8 +21,7 @@ from zerohvd.keras.communication.wire import Wire, join
 from zerohvd.keras.optimizer import averages, partition, state, weighting
 from zerohvd.keras.optimizer.step import ShardedStep
 from zerohvd.keras.params import broadcasting, layouts
-from zerohvd.keras.params.naming import tf_variable
-from zerohvd.keras.params.pieces import PieceVariable, owned_pieces
+from zerohvd.keras.params.pieces import PieceVariable, owned_pieces, tf_variable
 from zerohvd.tools.launchers import check_ranks
 
 # What belongs to the inner optimizer, and is read and set there.

@@ -23,8 +23,7 @@ from zerohvd.keras.gradients import loss_scale
 from zerohvd.keras.gradients.reducer import GradientReducer, Reduction, first_of
 from zerohvd.keras.optimizer import averages, clipping
 from zerohvd.keras.optimizer.update import PieceUpdate
-from zerohvd.keras.params.naming import tf_variable
-from zerohvd.keras.params.pieces import PieceVariable
+from zerohvd.keras.params.pieces import PieceVariable, tf_variable
 from zerohvd.keras.params.shards import ShardedVariables
 from zerohvd.layout import Bucket, Layout
 
@@ -32,14 +31,7 @@ from zerohvd.layout import Bucket, Layout
 class ShardedStep(ShardedVariables):
     """The variables of one optimizer and the step that updates them, called eagerly or traced.
 
-    Args:
-        inner: The wrapped optimizer, built on `pieces`.
-        config: Settings.
-        layout: As for ShardedVariables, and so are the others.
-
-    Attributes:
-        reducer: Owner of the gradients.
-        eager: Whether the last step was called eagerly, or traced, as in `fit`.
+    `inner` is the wrapped optimizer, built on `pieces`.
     """
 
     def __init__(
@@ -56,7 +48,7 @@ class ShardedStep(ShardedVariables):
         steps = inner.gradient_accumulation_steps or 1
         sums = compat.accumulated_gradients(inner) if steps > 1 and config.stage > 1 else None
         self.reducer = GradientReducer(self, config.reduce_dtype, steps, sums)
-        self.eager = False
+        self.eager = False  # whether the last step was called eagerly, or traced, as in `fit`
         self._heads: list[Any] = []
         self._one_call = compat.updates_together(inner)
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from zerohvd.communication.collectives import Collectives
 from zerohvd.keras.params import buffers
-from zerohvd.keras.params.naming import tf_variable
+from zerohvd.keras.params.pieces import tf_variable
 from zerohvd.layout import ParamSpec, build_layout
 
 

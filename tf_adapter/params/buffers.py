@@ -15,12 +15,9 @@ from zerohvd.layout import Bucket, Layout, Span
 
 
 def pack(bucket: Bucket, flats: Mapping[int, Any], dtype: Any) -> Any:
-    """One 1-D tensor of the bucket's padded length.
+    """A 1-D tensor of the bucket's padded length, from the parameters' values by index, 1-D.
 
-    Args:
-        bucket: Where each parameter lies.
-        flats: Parameter index -> its values, 1-D; zeros for a parameter that is missing.
-        dtype: Of the result.
+    A parameter that is missing in `flats` becomes zeros.
     """
     parts, spans = [], []
     for slot in bucket.slots:

@@ -15,7 +15,6 @@ import tensorflow as tf
 from zerohvd.config import ZeroConfig
 from zerohvd.keras.compat import variable_key
 from zerohvd.keras.params import buffers
-from zerohvd.keras.params.naming import tf_variable, variable_path
 from zerohvd.layout import Layout, ParamSpec, Piece, Span
 
 _NARROW = ("float16", "bfloat16")
@@ -25,6 +24,15 @@ _NARROW = ("float16", "bfloat16")
 # Below the least size, the overhead per operation would exceed the operation.
 _PARTS = 8
 _LEAST_PART_BYTES = 64 * 1024
+
+
+def tf_variable(variable: Any) -> Any:
+    """The tf.Variable behind a keras.Variable; a tf.Variable is one itself."""
+    return variable if isinstance(variable, tf.Variable) else variable.value
+
+
+def variable_path(variable: Any) -> str:
+    return getattr(variable, "path", None) or str(variable.name).split(":")[0]
 
 
 class PieceVariable:

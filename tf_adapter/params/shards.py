@@ -10,23 +10,14 @@ import tensorflow as tf
 from zerohvd.keras.communication.ordering import after
 from zerohvd.keras.communication.wire import Wire
 from zerohvd.keras.params import buffers
-from zerohvd.keras.params.naming import tf_variable
-from zerohvd.keras.params.pieces import PieceVariable
+from zerohvd.keras.params.pieces import PieceVariable, tf_variable
 from zerohvd.layout import Bucket, Layout
 
 
 class ShardedVariables:
-    """The variables of one optimizer.
+    """The variables of one optimizer, in the layout's order, and the pieces that this rank owns.
 
-    Args:
-        layout: Of the variables; for one rank (every piece a whole variable) at stage 0.
-        wire: The ranks.
-        variables: The model's, in the layout's order.
-        pieces: What this rank owns.
-
-    Attributes:
-        natives: The tf.Variables behind `variables`.
-        rank: This rank's, in the layout.
+    At stage 0 the layout is that of one rank, and every piece a whole variable.
     """
 
     def __init__(
@@ -69,11 +60,8 @@ class ShardedVariables:
         return f"{self.wire.prefix}/b{bucket.index}/{op}/{plain}"
 
     def assign_all(self, prepare: Callable[[Bucket], None]) -> list[Any]:
-        """Gather every bucket, after `prepare(bucket)` has set the values of this rank's pieces.
-
-        Returns:
-            Operations to wait for.
-        """
+        """Gather every bucket, after `prepare(bucket)` has set the values of this rank's pieces;
+        returns operations to wait for."""
         assembly = self.assembly()
         done: list[Any] = []
         for bucket in self.layout.buckets:
@@ -88,16 +76,8 @@ class ShardedVariables:
         return buffers.Assembly(self.layout, self.natives)
 
     def gather(self, bucket: Bucket, assembly: buffers.Assembly, wait_for: Any = ()) -> Any:
-        """Allgather the values of all ranks' pieces and assign them to the model's variables.
-
-        Args:
-            bucket: Which pieces.
-            assembly: From `assembly()`.
-            wait_for: What a rank without any piece, whose collective has no other input, waits for.
-
-        Returns:
-            Operations to wait for.
-        """
+        """Allgather all ranks' pieces and assign them to the model's variables; returns operations
+        to wait for. A rank without a piece, whose allgather has no input, waits for `wait_for`."""
         pieces = self.pieces_in(bucket)
         values = [p.read_value() for p in pieces]
         for piece in pieces:
