@@ -63,8 +63,7 @@ def decay_exclusions(optimizer: Any) -> set[str]:
 
 def variable_key(variable: tf.Variable) -> str:
     """What Keras' optimizers identify a variable by, on the TensorFlow backend."""
-    key: str = variable._unique_id
-    return key
+    return variable._unique_id
 
 
 def update_averages(optimizer: Any, variables: Sequence[Any]) -> None:
@@ -75,8 +74,7 @@ def update_averages(optimizer: Any, variables: Sequence[Any]) -> None:
 
 def averages(optimizer: Any) -> Sequence[Any]:
     """The moving averages. Without it, they could not be written to the model or swapped."""
-    found: Sequence[Any] = optimizer._model_variables_moving_average
-    return found
+    return optimizer._model_variables_moving_average
 
 
 def accumulated_gradients(optimizer: Any) -> list[tf.Variable]:
@@ -126,8 +124,7 @@ def output_losses(model: Any) -> list[Any]:
 def dataset_inputs(dataset: tf.data.Dataset) -> Sequence[tf.data.Dataset]:
     """What a dataset was made of. Without it, `shard_dataset(...).repeat()` would lose the mark
     that tells `fit` to weight ranks by their samples."""
-    found: Sequence[tf.data.Dataset] = dataset._inputs()
-    return found
+    return dataset._inputs()
 
 
 def in_xla() -> bool:

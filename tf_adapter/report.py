@@ -53,5 +53,4 @@ def memory_report(optimizer: Any) -> MemoryReport:
 
 def communication_report(optimizer: Any) -> CommunicationReport:
     """Calls and bytes sent per operation in the most recent step on this rank."""
-    report: CommunicationReport = _built(optimizer).step.wire.traffic.log().report()
-    return report
+    return _built(optimizer).step.wire.traffic.log().report()

@@ -1,22 +1,19 @@
 """Collectives for a training step: named, of static shape, graph-safe.
 
-They run eagerly or are traced into a tf.function. Python cannot count what a graph does later, so
-what a collective moves is recorded in a `StepTraffic` when it is called or traced; collectives in a
-branch (`StepTraffic.branch`) record at run time whether the branch ran.
+They run eagerly or are traced into a tf.function.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from zerohvd.communication.collectives import Collectives, HorovodCollectives, SingleProcess
-from zerohvd.communication.log import CommLog
+from zerohvd.communication.traffic import StepTraffic
 from zerohvd.keras.communication import arrays
 from zerohvd.keras.communication.ordering import after
 
@@ -24,62 +21,6 @@ from zerohvd.keras.communication.ordering import after
 _SMALL = 4096
 # How many Wires have been made per process set; each has names of its own.
 _made: dict[int, int] = {}
-
-
-class StepTraffic:
-    """What one step moves.
-
-    Graphs write to `marks`, which outlive this object: a graph that was traced for an earlier one
-    writes to the same variables.
-    """
-
-    def __init__(self, size: int, step: tf.Variable, marks: dict[str, tf.Variable]) -> None:
-        self._size, self._step, self._marks = size, step, marks
-        # What every step moves (""), and each branch; a branch's mark is the last step it ran in.
-        self._moved: dict[str, list[Callable[[CommLog], None]]] = {"": []}
-        self._branch = ""
-
-    @contextlib.contextmanager
-    def branch(self, name: str) -> Iterator[None]:
-        """Record the collectives of a branch; to be entered inside the branch."""
-        self._mark(name).assign(self._step)
-        self._moved[name] = []
-        before, self._branch = self._branch, name
-        try:
-            yield
-        finally:
-            self._branch = before
-
-    def add(self, name: str, op: str, x: Any, moved: int | None = None) -> None:
-        what = (name, op, arrays.dtype_name(x), arrays.numel(x), arrays.nbytes(x), moved)
-        self._moved[self._branch].append(lambda log: log.add(*what))
-
-    def add_gathered_rows(self, name: str, x: Any) -> None:
-        """Record an allgather whose number of rows only the running step knows."""
-        rows = self._mark(f"{name}/rows")
-        rows.assign(tf.shape(x, out_type=tf.int64)[0])
-        dtype, width, item = arrays.dtype_name(x), math.prod(x.shape[1:]), arrays.itemsize(x)
-
-        def add(log: CommLog) -> None:
-            own = int(rows.numpy()) * width
-            log.add(name, "allgather", dtype, own, own * item, own * item * (self._size - 1))
-
-        self._moved[self._branch].append(add)
-
-    def log(self) -> CommLog:
-        """What the most recent step moved."""
-        log = CommLog(self._size)
-        for branch, moved in self._moved.items():
-            if not branch or int(self._marks[branch]) == int(self._step):
-                for add in moved:
-                    add(log)
-        return log
-
-    def _mark(self, name: str) -> tf.Variable:
-        if name not in self._marks:
-            with tf.init_scope():
-                self._marks[name] = tf.Variable(-1, dtype=tf.int64, trainable=False, name="mark")
-        return self._marks[name]
 
 
 def join(process_set: Any = None) -> Collectives:
@@ -119,13 +60,17 @@ class Wire:
             self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
             self._kept = tf.Variable(0.0, trainable=False, name="kept")
             self._zero = tf.Variable(0.0, trainable=False, name="zero")
-        self._marks: dict[str, tf.Variable] = {}
+        self._marks: dict[str, Any] = {}
         self.traffic = self.new_traffic()
 
     def new_traffic(self) -> StepTraffic:
         """Start a new record of what is moved."""
-        self.traffic = StepTraffic(self.size, self.step, self._marks)
+        self.traffic = StepTraffic(self.size, self.step, self._marks, _new_mark)
         return self.traffic
+
+    def _record(self, name: str, op: str, x: Any, moved: int | None = None) -> None:
+        size = (arrays.numel(x), arrays.nbytes(x))
+        self.traffic.add(name, op, arrays.dtype_name(x), *size, moved)
 
     def keep(self, x: Any) -> None:
         """Protect the collective that gives `x` from pruning, on a rank that does not use `x`.
@@ -155,7 +100,7 @@ class Wire:
             return arrays.widen(x)
         kept = lengths[self.rank] * arrays.itemsize(x)
         total = sum(lengths) * arrays.itemsize(x)
-        self.traffic.add(name, "reducescatter", x, moved=total - kept)
+        self._record(name, "reducescatter", x, moved=total - kept)
         if hvd.nccl_built() and x.dtype not in arrays.NARROW and len(set(lengths)) == 1:
             out = hvd.reducescatter(x, op=hvd.Sum, **self.options(name))
             out.set_shape([lengths[self.rank]])
@@ -180,7 +125,7 @@ class Wire:
             return x
         if arrays.numel(x) < _SMALL:
             x = self.live(x)
-        self.traffic.add(name, "allreduce", x)
+        self._record(name, "allreduce", x)
         ops = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
         out = hvd.allreduce(x, op=ops[op], **self.options(name))
         out.set_shape(x.shape)
@@ -193,14 +138,16 @@ class Wire:
         out = self._gather(x, name)
         out.set_shape([sum(lengths)])
         own = lengths[self.rank] * arrays.itemsize(x)
-        self.traffic.add(name, "allgather", out, moved=own * (self.size - 1))
+        self._record(name, "allgather", out, moved=own * (self.size - 1))
         return out
 
     def allgather_rows(self, x: Any, name: str) -> Any:
         """The rows of all ranks; how many each has, only the running step knows."""
         if self.size == 1:
             return x
-        self.traffic.add_gathered_rows(name, x)
+        rows, width = tf.shape(x, out_type=tf.int64)[0], math.prod(x.shape[1:])
+        item = arrays.itemsize(x)
+        self.traffic.add_gathered_rows(name, rows, arrays.dtype_name(x), width, item)
         out = self._gather(x, name)
         out.set_shape([None, *x.shape[1:]])
         return out
@@ -254,6 +201,11 @@ class Wire:
         bits = arrays.bits(x) if x.dtype == tf.bfloat16 else x
         out, _ = hvd.alltoall(bits, splits=arrays.splits(splits), **self.options(name))
         return arrays.unbits(out) if x.dtype == tf.bfloat16 else out
+
+
+def _new_mark() -> tf.Variable:
+    with tf.init_scope():
+        return tf.Variable(-1, dtype=tf.int64, trainable=False, name="mark")
 
 
 def _share(length: int, index: int, count: int) -> tuple[int, int]:

@@ -342,8 +342,7 @@ def ranks_of(model: Any) -> Collectives:
     """Eager collectives of the ranks that train `model`."""
     optimizer = optimizer_of(model)
     if optimizer is not None and optimizer.step is not None:
-        ranks: Collectives = optimizer.step.wire.eager
-        return ranks
+        return optimizer.step.wire.eager
     return join(None if optimizer is None else optimizer.process_set)
 
 
