@@ -111,6 +111,46 @@ def test_no_core_module_names_an_adapter():
             assert not within(name, ("zerohvd.torch", "zerohvd.keras")), f"{path}:{line}: {name}"
 
 
+def loaded_by_name(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, text) of every string handed to import_module or, after "-m", to an interpreter."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            handed: list[ast.AST] = [*node.args]
+        elif isinstance(node, ast.List | ast.Tuple):
+            flags = [isinstance(e, ast.Constant) and e.value == "-m" for e in node.elts]
+            handed = [e for e, flag in zip(node.elts[1:], flags, strict=False) if flag]
+        else:
+            continue
+        for each in handed:
+            # A name looked up in a table counts with all that the table may hold.
+            names = {n.id for n in ast.walk(each) if isinstance(n, ast.Name)}
+            tables = [t for t in ast.walk(ast.parse(path.read_text())) if assigns(t, names)]
+            for part in (p for tree in (each, *tables) for p in ast.walk(tree)):
+                if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    yield node.lineno, part.value
+
+
+def assigns(node: ast.AST, names: set[str]) -> bool:
+    if not isinstance(node, ast.Assign | ast.AnnAssign):
+        return False
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return any(isinstance(t, ast.Name) and t.id in names for t in targets)
+
+
+def test_no_core_module_loads_an_adapter_by_a_string():
+    for path in CORE_MODULES.values():
+        for line, text in loaded_by_name(path):
+            assert not text.startswith(("zerohvd.torch", "zerohvd.keras")), f"{path}:{line}"
+
+
+def test_a_table_of_names_is_not_overlooked(tmp_path):
+    file = tmp_path / "m.py"
+    file.write_text('T = {"a": "zerohvd.torch.x"}\nimportlib.import_module(T[name])\n')
+    assert (2, "zerohvd.torch.x") in loaded_by_name(file)
+    file.write_text('argv = [python, "-m", "zerohvd.keras"]\n')
+    assert list(loaded_by_name(file)) == [(1, "zerohvd.keras")]
+
+
 def core_graph() -> dict[str, set[str]]:
     graph = {}
     for module, path in CORE_MODULES.items():
@@ -143,7 +183,7 @@ def test_imports_in_the_core_run_one_way():
         ("zerohvd.layout", {"zerohvd.config"}),
         ("zerohvd.schedule", {"zerohvd.layout"}),
         ("zerohvd.relayout", {"zerohvd.layout"}),
-        ("zerohvd.memory", {"zerohvd.config", "zerohvd.layout"}),
+        ("zerohvd.memory", {"zerohvd.config", "zerohvd.layout", "zerohvd.numerics"}),
         ("zerohvd.communication.collectives", {"zerohvd.communication.log", "zerohvd.errors"}),
     ],
 )

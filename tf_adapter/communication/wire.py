@@ -119,7 +119,7 @@ def join(process_set: Any = None) -> Collectives:
             )
         if not process_set.included():
             return SingleProcess()
-    return HorovodCollectives(hvd, process_set)
+    return HorovodCollectives(hvd, arrays, process_set)
 
 
 def _agree_on_number(ranks: Collectives, process_set: Any) -> int:

@@ -19,6 +19,7 @@ from zerohvd.torch.checkpoint.holdings import HeldPiece, Holdings
 from zerohvd.torch.checkpoint.plain_files import TORCH_SUFFIXES, open_torch_file
 from zerohvd.torch.checkpoint.tensors import TorchStaging
 from zerohvd.torch.communication import arrays
+from zerohvd.torch.compat import increment_version
 from zerohvd.torch.optimizer.zero_optimizer import ZeroOptimizer
 
 State = dict[str, Any]  # of one parameter
@@ -177,7 +178,7 @@ class TorchTarget:
                 opt.loads += 1
                 opt.absorb()
             else:
-                torch.autograd.graph.increment_version(list(self._held.params.values()))
+                increment_version(list(self._held.params.values()))
             if self._resumption is not None:
                 self._resumption.apply(plan)
         for path, module in self._held.modules_with_extra_state():

@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zerohvd.errors import ShardedStateError
 from zerohvd.layout import Bucket, Span
 from zerohvd.torch.communication import arrays
 
@@ -28,19 +26,6 @@ class PieceState:
 
     span: Span  # inside the flattened parameter
     tensor: torch.nn.Parameter
-
-
-def refuse_horovod_callers(method: str) -> None:
-    """Horovod's helpers treat rank 0's state as everybody's, which destroys sharded state."""
-    frame = sys._getframe(2)
-    if frame.f_globals.get("__name__", "").startswith("horovod."):
-        caller = frame.f_code.co_name
-        raise ShardedStateError(
-            f"horovod's {caller}() called {method}() of a sharded optimizer: it would spread one "
-            "rank's shard over all ranks. The state needs no broadcast after construction; to "
-            "restore it, call opt.load_state_dict(full_state) on every rank, where full_state "
-            "comes from opt.state_dict()."
-        )
 
 
 # -- from whole to sharded ---------------------------------------------------------------------
@@ -147,19 +132,6 @@ def _check_values(opt: ZeroOptimizer, param: torch.nn.Parameter, values: State) 
 
 
 # -- from sharded to whole ---------------------------------------------------------------------
-
-
-def with_hooks(
-    opt: ZeroOptimizer, method: str, make: Callable[[], dict[str, Any]]
-) -> dict[str, Any]:
-    """Run `make` between the state-dict hooks that the user has registered."""
-    for before in getattr(opt, f"_optimizer_{method}_pre_hooks", {}).values():
-        before(opt)
-    made = make()
-    for after in getattr(opt, f"_optimizer_{method}_post_hooks", {}).values():
-        changed = after(opt, made)
-        made = made if changed is None else changed
-    return made
 
 
 def consolidate(opt: ZeroOptimizer, to: int | None) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,6 +15,7 @@ import torch
 from zerohvd.config import ZeroConfig
 from zerohvd.errors import NonFiniteError, ShardedStateError
 from zerohvd.numerics import check_norm_type, clip_factor, divide_factors
+from zerohvd.torch import compat
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
 from zerohvd.torch.communication.entry import GROUP, STATE, STEP, Entry
 from zerohvd.torch.gradients import weighting
@@ -113,17 +113,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The inner optimizer's groups: its options, and this rank's pieces as params.
-
-        GradScaler looks here for gradients, so they are reduced for it. Only for it: others read
-        options here, maybe on one rank only, and must not start a collective by that.
-        """
-        if _called_by_grad_scaler():
-            if self._overflow_spread:
-                self.end_step()  # it looks once a step, so the last one has been skipped
-            self.synchronize()
-            self._overflow = self._reduced.spread_overflow(self._sentinel)
-            self._overflow_spread = True
+        """The inner optimizer's groups: its options, and this rank's pieces as params."""
         return self.inner.param_groups
 
     @param_groups.setter
@@ -239,8 +229,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.entered = False  # the other ranks have been told that a step is under way
         self.synchronized = False
         self.weight: float | None = None
-        self._overflow = False  # agreed by all ranks, once GradScaler has asked
-        self._overflow_spread = False
+        self._overflow: bool | None = None  # agreed by all ranks; None: nobody has asked
         self._clipped = False
 
     def enter_step(self) -> None:
@@ -278,8 +267,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """A gradient has been accumulated by a backward pass."""
         if self.units is not None:
             self.units.after_gradient(self.sections[section].params[index])
-        if self.synchronized and self._overflow:
-            self.end_step()  # GradScaler has skipped the step, on all ranks
         if self.synchronized:
             self.rounds.refuse(section, index)
         if not self.entered:
@@ -385,6 +372,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             What `closure` returned.
         """
         loss = None
+        if compat.take_scale(self):
+            raise TypeError(
+                "torch.amp.GradScaler looks at the gradients of one rank, so ranks would skip "
+                "different steps: write scaler = zero.GradScaler(...) in its place, with the same "
+                "arguments; a scaler class of your own derives from zero.GradScaler"
+            )
         if weight is not None:
             self._announce(weight)
         if closure is not None:
@@ -403,6 +396,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.end_step()
         weighting.clear()
         return loss
+
+    # -- for zero.GradScaler -------------------------------------------------------------------
+
+    @torch.no_grad()
+    def agree_on_overflow(self) -> None:
+        """Reduce the gradients, and let every rank see that one of them is not finite."""
+        self.synchronize()
+        if self._overflow is None:
+            self._overflow = self._reduced.spread_overflow(self._sentinel)
+
+    def scaled_by_caller(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, GradScaler unscales the gradients and decides whether to call `step()`."""
+        return compat.unscaled_by_scaler(self)
+
+    def end_skipped_step(self) -> None:
+        """Drop the gradients of a step that the ranks have agreed not to take."""
+        if self.synchronized and self._overflow:
+            self.end_step()
 
     def _announce(self, weight: float) -> None:
         value = weighting.check_weight(weight)
@@ -424,7 +435,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if self.weight is not None:
                 self._await_reduced()  # the sum of all weights is needed before any update
         self._sentinel.grad = None
-        planned = update.plan(self.sections, self.inner, self.offload)
+        planned = update.plan_waves(self.sections, self.inner, self.offload)
         update.run(planned, self.inner, self.offload, synchronized=self.synchronized)
         for section in self.sections:
             section.reducer.drop_full()
@@ -441,8 +452,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _note_written(self) -> None:
         # Written behind autograd's back: a graph that has saved the old values must not be used.
-        with torch._C.DisableTorchFunctionSubclass():
-            torch.autograd.graph.increment_version([p for s in self.sections for p in s.params])
+        compat.increment_version([p for s in self.sections for p in s.params])
 
     def end_step(self) -> None:
         self._reduced.clear()
@@ -553,23 +563,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Args:
             to: Collect it on this rank only; the others get empty states. None: on every rank.
         """
-        state.refuse_horovod_callers("state_dict")
         if self.entered and self.rounds.passes == 1:
             raise RuntimeError(
                 "state_dict() was called between backward() and step(), while gradients were on "
                 "their way. Call it after step()."
             )
         self.entry.check()  # of a step under way
-        self.entry.open(STATE, self.all_params())
+        self.entry.open(STATE, self.all_params(), options=self._options())
         self.entry.check()
-        return state.with_hooks(self, "state_dict", lambda: state.consolidate(self, to))
+        return compat.with_state_dict_hooks(self, lambda: state.consolidate(self, to))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the state of the plain optimizer, or of a sharded one of any size.
 
         Every rank passes the whole state and keeps its own part; nothing is communicated.
         """
-        state.refuse_horovod_callers("load_state_dict")
         state.load(self, state_dict)
         self.absorb()
         self.loads += 1
@@ -603,6 +611,4 @@ def _unless_gone(method: Callable[[], None]) -> Callable[[], None]:
     return call
 
 
-def _called_by_grad_scaler() -> bool:
-    name = sys._getframe(2).f_globals.get("__name__", "")
-    return name.startswith("torch.") and name.endswith("grad_scaler")
+compat.unscales_itself(ZeroOptimizer)

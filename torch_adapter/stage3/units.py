@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from zerohvd.communication.agreement import check_agreement
+from zerohvd.communication.prefetch import Order
 from zerohvd.layout import Layout, build_layout
 from zerohvd.torch import heap
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
@@ -27,7 +28,6 @@ from zerohvd.torch.pages import POOL, is_counted
 from zerohvd.torch.params.section import Memory, NamedParam, Owner
 from zerohvd.torch.shard_memory import ShardMemory
 from zerohvd.torch.stage3.planning import ModelPlan, UnitOptions, UnitPlan, tensors_in
-from zerohvd.torch.stage3.prefetch import Order
 from zerohvd.torch.stage3.storage import Fill, UnitFlats
 from zerohvd.torch.stage3.unit import COMING, SHARDED, WHOLE, Unit, Use
 from zerohvd.torch.stage3.waiting import Waiting
