@@ -28,8 +28,7 @@ from zerohvd.errors import (  # noqa: E402
     ShardedStateError,
     ZeroError,
 )
-from zerohvd.torch.checkpoint.api import load, save  # noqa: E402
-from zerohvd.torch.checkpoint.manager import CheckpointManager  # noqa: E402
+from zerohvd.torch.checkpoint.api import CheckpointManager, load, save  # noqa: E402
 from zerohvd.torch.communication.compression import Compression  # noqa: E402
 from zerohvd.torch.data import DistributedSampler, even_steps  # noqa: E402
 from zerohvd.torch.optimizer import elastic  # noqa: E402

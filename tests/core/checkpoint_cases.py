@@ -14,8 +14,8 @@ from zerohvd.checkpoint import (
     CheckpointError,
     Content,
     Entry,
-    Plan,
     Reader,
+    SavePlan,
     Want,
     save,
     together,
@@ -69,9 +69,9 @@ def content(layout: Layout, rank: int, values: dict[str, np.ndarray], step: int)
     return Content("numpy", entries, named, {"version": step}, {"rank": rank}, step)
 
 
-def planned(make) -> Plan:
+def planned(make) -> SavePlan:
     """The plan of a rank that need not know what the others have."""
-    return Plan(lambda: None, lambda said: make())
+    return SavePlan(lambda: None, lambda said: make())
 
 
 def store(path: Path, collectives: Collectives, layout: Layout, version: int) -> None:

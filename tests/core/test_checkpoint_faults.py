@@ -27,8 +27,8 @@ from hypothesis import strategies as st
 
 from zerohvd.checkpoint import CheckpointError, CorruptCheckpointError, Reader, format, save
 from zerohvd.checkpoint import writer as writing
-from zerohvd.checkpoint.compare import differences
-from zerohvd.checkpoint.consolidate import consolidate
+from zerohvd.checkpoint.offline.compare import differences
+from zerohvd.checkpoint.offline.consolidate import consolidate
 from zerohvd.testing import ThreadWorld
 
 HERE = Path(__file__).resolve().parent

@@ -21,7 +21,7 @@ from checkpoint_cases import (
 )
 
 from zerohvd.checkpoint import writer as writing
-from zerohvd.checkpoint.manager import Manager, Policy, checkpoints
+from zerohvd.checkpoint.manager.folder import CheckpointFolder, Policy, checkpoints
 from zerohvd.communication.collectives import SingleProcess
 from zerohvd.testing import ThreadWorld
 
@@ -39,7 +39,7 @@ def run(folder, steps, metrics=None, **options):
 
     def rank(collectives):
         policy = Policy(**{k: v for k, v in options.items() if k != "asynchronous"})
-        manager = Manager(folder, policy, asynchronous=options.get("asynchronous", False))
+        manager = CheckpointFolder(folder, policy, asynchronous=options.get("asynchronous", False))
         for step in steps:
             metric = metrics[step] if metrics else None
             manager.save(
@@ -87,7 +87,7 @@ def test_saving_beside_the_training_returns_before_the_disk_is_done(tmp_path, mo
     monkeypatch.setattr(os, "fsync", lambda fd: (gate.wait(10), plain(fd)))
     ranks = SingleProcess()
     layout = some_layout(1)
-    manager = Manager(tmp_path, Policy(), asynchronous=True)
+    manager = CheckpointFolder(tmp_path, Policy(), asynchronous=True)
     values = values_of(layout, 1)
     manager.save(1, ranks, planned(lambda: content(layout, 0, values, 1)))
     for value in values.values():
@@ -103,7 +103,7 @@ def test_saving_beside_the_training_returns_before_the_disk_is_done(tmp_path, mo
 
 def test_a_checkpoint_is_complete_without_another_call(tmp_path):
     ranks = SingleProcess()
-    manager = Manager(tmp_path, Policy(), asynchronous=True)
+    manager = CheckpointFolder(tmp_path, Policy(), asynchronous=True)
     layout = some_layout(1)
     manager.save(1, ranks, planned(lambda: content(layout, 0, values_of(layout, 1), 1)))
     deadline = time.monotonic() + 20
@@ -119,7 +119,7 @@ def test_errors_of_the_thread_surface_on_all_ranks(tmp_path, monkeypatch, rank, 
     fill_the_disk(monkeypatch, rank)
 
     def train(collectives):
-        manager = Manager(tmp_path, Policy(), asynchronous=True)
+        manager = CheckpointFolder(tmp_path, Policy(), asynchronous=True)
         manager.save(2, collectives, planned(lambda: make(collectives.rank, 2)))
         try:
             manager.wait(collectives)
@@ -146,7 +146,7 @@ def test_one_save_is_under_way_at_most(tmp_path, monkeypatch):
     monkeypatch.setattr(writing.Draft, "write", write)
     ranks = SingleProcess()
     layout = some_layout(1)
-    manager = Manager(tmp_path, Policy(keep=None), asynchronous=True)
+    manager = CheckpointFolder(tmp_path, Policy(keep=None), asynchronous=True)
     for step in range(1, 6):
         plan = planned(lambda s=step: content(layout, 0, values_of(layout, s), s))
         manager.save(step, ranks, plan)
@@ -167,9 +167,9 @@ def test_a_save_under_way_is_no_leftover_to_another_manager(tmp_path, monkeypatc
     monkeypatch.setattr(writing.Draft, "write", write)
     layout = some_layout(1)
     made = planned(lambda: content(layout, 0, values_of(layout, 1), 1))
-    first = Manager(tmp_path, Policy(), asynchronous=True)
+    first = CheckpointFolder(tmp_path, Policy(), asynchronous=True)
     first.save(1, ranks, made)
-    second = Manager(tmp_path, Policy())
+    second = CheckpointFolder(tmp_path, Policy())
     second.clean()
     second.save(2, ranks, made)
     go.set()
@@ -182,14 +182,14 @@ def test_leftovers_of_killed_saves_are_removed(tmp_path):
     run(tmp_path, [1])
     for name in ("step-2.partial-", "step-1.replaced-", "other.partial-"):
         (tmp_path / f"{name}{'0' * 16}").mkdir()
-    Manager(tmp_path, Policy()).clean()
+    CheckpointFolder(tmp_path, Policy()).clean()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["other.partial-" + "0" * 16, "step-1"]
 
 
 def test_a_replaced_checkpoint_without_successor_is_kept(tmp_path):
     run(tmp_path, [1])
     (tmp_path / "step-1").rename(tmp_path / f"step-1.replaced-{'0' * 16}")
-    manager = Manager(tmp_path, Policy())
+    manager = CheckpointFolder(tmp_path, Policy())
     manager.clean()
     assert manager.latest() == tmp_path / "step-1"
     fetch(manager.latest(), SingleProcess(), some_layout(1))
@@ -200,11 +200,12 @@ def test_a_script_that_just_ends_gets_its_last_checkpoint(tmp_path):
         "import sys\n"
         "from pathlib import Path\n"
         "from checkpoint_cases import content, planned, some_layout, values_of\n"
-        "from zerohvd.checkpoint.manager import Manager, Policy\n"
+        "from zerohvd.checkpoint.manager.folder import CheckpointFolder, Policy\n"
         "from zerohvd.communication.collectives import SingleProcess\n"
         "layout = some_layout(1, scale=20_000)\n"
         "plan = planned(lambda: content(layout, 0, values_of(layout, 1), 1))\n"
-        "Manager(Path(sys.argv[1]), Policy(), asynchronous=True).save(1, SingleProcess(), plan)\n"
+        "folder = CheckpointFolder(Path(sys.argv[1]), Policy(), asynchronous=True)\n"
+        "folder.save(1, SingleProcess(), plan)\n"
     )
     subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parent, check=True,

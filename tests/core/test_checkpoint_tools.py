@@ -115,7 +115,7 @@ def test_consolidate_needs_little_memory(tmp_path, suffix, most):
     code = (
         "import h5py, resource, sys\n"
         "from pathlib import Path\n"
-        "from zerohvd.checkpoint.consolidate import consolidate\n"
+        "from zerohvd.checkpoint.offline.consolidate import consolidate\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "consolidate(Path(sys.argv[1]), Path(sys.argv[2]))\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"

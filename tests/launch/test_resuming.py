@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from zerohvd.checkpoint import Reader
-from zerohvd.checkpoint.manager import checkpoints
+from zerohvd.checkpoint.manager.folder import checkpoints
 from zerohvd.launching import end_session, launch, launch_environment, mpirun_command
 
 JOB = Path(__file__).with_name("resuming_job.py")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ def open_torch_file(path: Path) -> ArraySource:
     """
     try:
         # A file of the old format cannot be mapped; it is read whole.
-        mapped = torch.serialization._is_zipfile(path.open("rb"))
+        mapped = zipfile.is_zipfile(path)
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -11,6 +11,7 @@ import torch
 from zerohvd.checkpoint import Array, Entry, TensorInfo
 from zerohvd.layout import Span
 from zerohvd.torch.communication import arrays
+from zerohvd.torch.optimizer.offload import Offload
 
 
 def raw(tensor: torch.Tensor) -> np.ndarray:
@@ -49,27 +50,35 @@ def from_array(info: TensorInfo, data: np.ndarray) -> torch.Tensor:
     return flat.reshape(info.shape)
 
 
-def destination(
-    tensor: torch.Tensor, stored: str, *, add: float | None = None
-) -> memoryview | Callable[[int, memoryview], None]:
-    """Where elements of dtype `stored` go so that they arrive in the 1-D `tensor`.
+class TorchStaging:
+    """Implements `zerohvd.checkpoint.matching.Staging`: tensors on the CPU, or in files.
 
     Args:
-        tensor: 1-D and contiguous.
-        stored: dtype in the checkpoint.
-        add: Do not overwrite: add this many times the stored values.
+        offload: Where the optimizer's state lives; on disk, so does what is read.
     """
-    same = arrays.dtype_name(tensor) == stored and tensor.device.type == "cpu"
-    if same and add is None:
-        return memoryview(raw(tensor))
-    dtype = arrays.dtype_of(stored)
 
-    def take(start: int, block: memoryview) -> None:
-        part = torch.frombuffer(block, dtype=torch.uint8).view(dtype)
-        target = tensor.detach()[start : start + part.numel()]
-        if add is None:
-            target.copy_(part)
-        else:
-            target.add_(part.to(target.device, target.dtype), alpha=add)
+    def __init__(self, offload: Offload | None) -> None:
+        self._offload = offload
 
-    return take
+    def allocate(self, length: int, dtype: str, *, zeros: bool) -> torch.Tensor:
+        if self._offload is not None and self._offload.on_disk:
+            memory = self._offload.scratch(length, arrays.dtype_of(dtype))
+            return memory.zero_() if zeros else memory
+        return (torch.zeros if zeros else torch.empty)(length, dtype=arrays.dtype_of(dtype))
+
+    def destination(
+        self, memory: torch.Tensor, stored: str, factor: float | None
+    ) -> memoryview | Callable[[int, memoryview], None]:
+        if arrays.dtype_name(memory) == stored and factor is None:
+            return memoryview(raw(memory))
+        dtype = arrays.dtype_of(stored)
+
+        def take(start: int, block: memoryview) -> None:
+            part = torch.frombuffer(block, dtype=torch.uint8).view(dtype)
+            target = memory[start : start + part.numel()]
+            if factor is None:
+                target.copy_(part)
+            else:
+                target.add_(part.to(target.dtype), alpha=factor)
+
+        return take

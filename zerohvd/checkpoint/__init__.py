@@ -10,7 +10,7 @@ from zerohvd.checkpoint.errors import CheckpointError, CorruptCheckpointError, t
 from zerohvd.checkpoint.manifest import Manifest, TensorInfo, is_complete, read_manifest
 from zerohvd.checkpoint.reader import ArraySource, Reader, Source, open_safetensors
 from zerohvd.checkpoint.tree import Array, encode
-from zerohvd.checkpoint.writer import Plan, save
+from zerohvd.checkpoint.writer import SavePlan, save
 
 __all__ = [
     "Array",
@@ -20,8 +20,8 @@ __all__ = [
     "CorruptCheckpointError",
     "Entry",
     "Manifest",
-    "Plan",
     "Reader",
+    "SavePlan",
     "Source",
     "TensorInfo",
     "Want",

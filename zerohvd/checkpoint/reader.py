@@ -26,6 +26,7 @@ class Source(Protocol):
     """Where tensors come from: a checkpoint, or a plain file of weights."""
 
     tensors: Mapping[str, TensorInfo]
+    manifest: Manifest
 
     def read(self, wants: Iterable[Want], rank: int = 0, size: int = 1) -> None:
         """Put everything where it is wanted, or raise.
@@ -229,12 +230,16 @@ class Reader:
         def fetch(name: str, of: str) -> Any:
             tensor, data = self.array(f"{kind}/{name}")
             if of == "numpy" or make is None:
-                if tensor.dtype == "bfloat16":
-                    return data.view(np.uint16).reshape(tensor.shape)
-                return data.view(np.dtype(tensor.dtype)).reshape(tensor.shape)
+                return as_numpy(tensor, data)
             return make(tensor, data)
 
         return tree.decode(value, fetch)
+
+
+def as_numpy(tensor: TensorInfo, data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """An array from its bytes; bfloat16, which numpy lacks, as its bits."""
+    dtype = np.uint16 if tensor.dtype == "bfloat16" else np.dtype(tensor.dtype)
+    return data.view(dtype).reshape(tensor.shape)
 
 
 def open_safetensors(path: Path) -> Reader:

@@ -7,7 +7,6 @@ stays where it is. A process may be killed at any moment.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import datetime
 import json
@@ -37,7 +36,7 @@ from zerohvd.checkpoint.manifest import (
 )
 from zerohvd.communication.collectives import Collectives
 
-# The disk is told to start on what was written after so many bytes, while more is being prepared.
+# Write-back is started after so many bytes, while more is being prepared.
 _FLUSH_BYTES = 4 << 20
 _BLOCK_BYTES = 4 << 20
 # How long the first rank waits for the files of others to show up, on file systems that take
@@ -50,7 +49,7 @@ under_way: set[str] = set()
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class SavePlan:
     """How a rank comes to what it stores. Errors of both are raised on all ranks.
 
     Args:
@@ -62,7 +61,7 @@ class Plan:
     make: Callable[[list[Any]], Content]
 
 
-def save(path: Path, collectives: Collectives, plan: Plan) -> None:
+def save(path: Path, collectives: Collectives, plan: SavePlan) -> None:
     """Store a checkpoint; all ranks must call it. Returns when it is complete and durable.
 
     Args:
@@ -79,7 +78,7 @@ def save(path: Path, collectives: Collectives, plan: Plan) -> None:
         raise
 
 
-def begin(path: Path, collectives: Collectives, plan: Plan) -> tuple[Draft, list[Any]]:
+def begin(path: Path, collectives: Collectives, plan: SavePlan) -> tuple[Draft, list[Any]]:
     """Agree on a new checkpoint; returns what all ranks had to say for their plans."""
     own: list[str] = []
 
@@ -364,15 +363,14 @@ class _Sink:
                 self._flushed = self.at
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_SYNC_FILE_RANGE_WRITE = 2
-
-
 def _start_flush(fd: int, start: int, length: int) -> None:
-    """Let the disk begin; the system would wait until fsync. Only a hint: errors show there."""
-    if hasattr(_libc, "sync_file_range"):
-        begin, count = ctypes.c_int64(start), ctypes.c_int64(length)
-        _libc.sync_file_range(fd, begin, count, _SYNC_FILE_RANGE_WRITE)
+    """Start write-back of a range; the kernel would leave most of it to fsync.
+
+    Linux starts it for dirty pages that are said to be needed no more, and drops clean ones. Only
+    a hint: errors of the disk show at fsync.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        os.posix_fadvise(fd, start, length, os.POSIX_FADV_DONTNEED)
 
 
 def _write(path: Path, data: bytes, *, durably: bool) -> None:

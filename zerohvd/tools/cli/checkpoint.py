@@ -19,8 +19,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from zerohvd.checkpoint import CheckpointError, Manifest, Reader
-from zerohvd.checkpoint.compare import differences
-from zerohvd.checkpoint.consolidate import SUFFIXES, consolidate, weights
+from zerohvd.checkpoint.offline.compare import differences
+from zerohvd.checkpoint.offline.consolidate import SUFFIXES, consolidate, weights
 
 _WIDTH_WITHOUT_TERMINAL = 120
 

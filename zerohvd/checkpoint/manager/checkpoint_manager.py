@@ -1,4 +1,4 @@
-"""zero.CheckpointManager, as far as no framework is concerned."""
+"""zero.CheckpointManager, but for what a framework knows of a model."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import os
 from pathlib import Path
 from typing import Any, TypeVar
 
+from zerohvd.checkpoint import session
 from zerohvd.checkpoint.errors import together
 from zerohvd.checkpoint.format import absolute
-from zerohvd.checkpoint.manager import Manager, Policy, check_metric
-from zerohvd.checkpoint.writer import Plan
+from zerohvd.checkpoint.manager.folder import CheckpointFolder, Policy, check_metric
 from zerohvd.communication.collectives import Collectives
+from zerohvd.communication.rendezvous import Call
 
 Self = TypeVar("Self", bound="CheckpointManager")
 
@@ -47,46 +48,34 @@ class CheckpointManager(abc.ABC):
         mode: str = "min",
         asynchronous: bool = False,
     ) -> None:
-        self._manager = Manager(
+        self._folder = CheckpointFolder(
             absolute(directory), Policy(keep, every, mode), asynchronous=asynchronous
         )
         self._ranks: Collectives | None = None
 
-    # -- what an adapter knows --------------------------------------------------------------------
-
     @abc.abstractmethod
-    def _prepare(
-        self, model: Any, opt: Any, extra: Any, **options: Any
-    ) -> tuple[Collectives, Plan]:
-        """Bring the ranks together; how this one comes to its part of the checkpoint."""
-
-    @abc.abstractmethod
-    def _load(self, path: Path, model: Any, opt: Any, **options: Any) -> Any:
-        """`zero.load`."""
-
-    @abc.abstractmethod
-    def _join(self, model: Any, opt: Any) -> Collectives:
-        """Bring the ranks that train the model together, before they load."""
+    def _training(self, model: Any, opt: Any, **options: Any) -> session.Training:
+        """What an adapter knows of a model and its optimizer."""
 
     # -- what a script calls ----------------------------------------------------------------------
 
     @property
     def directory(self) -> Path:
-        return self._manager.folder
+        return self._folder.folder
 
     @property
     def every(self) -> int | None:
-        return self._manager.policy.every
+        return self._folder.policy.every
 
     @property
     def latest(self) -> Path | None:
         """The newest complete checkpoint."""
-        return self._manager.latest()
+        return self._folder.latest()
 
     @property
     def best(self) -> Path | None:
         """The one with the best `metric`."""
-        return self._manager.best()
+        return self._folder.best()
 
     def step(
         self,
@@ -97,7 +86,7 @@ class CheckpointManager(abc.ABC):
         **options: Any,
     ) -> Path | None:
         """`save`, if a checkpoint is due at this step; else nothing."""
-        if not self._manager.policy.due(step):
+        if not self._folder.policy.due(step):
             return None
         return self.save(step, model, opt, extra, **options)
 
@@ -119,11 +108,10 @@ class CheckpointManager(abc.ABC):
             metric: How good it is; that of rank 0 counts.
             **options: Of `zero.save`.
         """
-        ranks, plan = self._prepare(
-            model, opt, extra, step=step, metric=check_metric(metric), **options
-        )
+        notes = session.Notes(extra, step, check_metric(metric))
+        ranks, plan = session.plan_save(self._training(model, opt, **options), notes)
         self._adopt(ranks)
-        return self._manager.save(step, ranks, plan)
+        return self._folder.save(step, ranks, plan)
 
     def restore(
         self,
@@ -131,6 +119,8 @@ class CheckpointManager(abc.ABC):
         opt: Any = None,
         *,
         which: str | int = "latest",
+        strict: bool = True,
+        restore_rng: bool = True,
         **options: Any,
     ) -> Any:
         """Load the latest checkpoint, the best, or that of a step; returns its `extra`.
@@ -140,17 +130,21 @@ class CheckpointManager(abc.ABC):
         Args:
             model, opt: As for `zero.load`.
             which: "latest", "best" or the number of a step.
-            **options: Of `zero.load`.
+            strict, restore_rng, **options: As for `zero.load`.
         """
-        ranks = self._join(model, opt)
+        training = self._training(model, opt, **options)
+        ranks = training.meet(Call.LOAD)
         self.wait()
         _, found = together(ranks, "which", lambda: self._choose(which))
         # The first rank's word counts: another may not see a new folder yet.
-        return self._load(Path(found[0]), model, opt, **options) if found[0] else None
+        if not found[0]:
+            return None
+        path = Path(found[0])
+        return session.load(path, training, strict=strict, restore_rng=restore_rng)
 
     def _choose(self, which: str | int) -> str:
         if isinstance(which, int):
-            return str(self._manager.path(which))
+            return str(self._folder.path(which))
         if which not in ("latest", "best"):
             raise ValueError(f'which must be "latest", "best" or a step, got {which!r}')
         path = self.latest if which == "latest" else self.best
@@ -158,13 +152,13 @@ class CheckpointManager(abc.ABC):
 
     def _adopt(self, ranks: Collectives) -> None:
         if self._ranks is None and ranks.rank == 0:
-            self._manager.clean()
+            self._folder.clean()
         self._ranks = ranks
 
     def wait(self) -> None:
         """Return when the save under way is complete; raises if it failed."""
         if self._ranks is not None:
-            self._manager.wait(self._ranks)
+            self._folder.wait(self._ranks)
 
     def close(self) -> None:
         """The end of training: wait for the last save."""

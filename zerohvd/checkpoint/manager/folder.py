@@ -79,8 +79,8 @@ def checkpoints(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-class Manager:
-    """What both adapters' CheckpointManager share; it knows no framework.
+class CheckpointFolder:
+    """A folder of checkpoints: writing, listing and removing them; it knows no framework.
 
     Args:
         folder: Where checkpoints lie, as `step-<number>`.
@@ -123,7 +123,7 @@ class Manager:
 
     # -- saving -----------------------------------------------------------------------------------
 
-    def save(self, step: int, collectives: Collectives, plan: writer.Plan) -> Path:
+    def save(self, step: int, collectives: Collectives, plan: writer.SavePlan) -> Path:
         """Store the checkpoint of `step`; all ranks must call it."""
         self.wait(collectives)
         path = self.path(step)

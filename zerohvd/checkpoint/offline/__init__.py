@@ -1,0 +1,1 @@
+"""What needs neither ranks nor a model: converting a checkpoint, and comparing two of them."""

@@ -1,0 +1,338 @@
+"""The story of a save and of a load, the same for every framework.
+
+A save: the ranks meet; each looks at what it holds and tells the others what may differ between
+them; each writes its part; when all have, the checkpoint is published. A load: the ranks meet; each
+matches the manifest with its model, reads the ranges it needs into memory that nothing uses yet,
+and when all have succeeded, everything is applied. An error on one rank is raised on all of them,
+and neither a half-written checkpoint nor a half-loaded model is left.
+
+An adapter implements `Training`, and hands out a `Snapshot` or a `Target`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from zerohvd.checkpoint import writer
+from zerohvd.checkpoint.entries import Content, Entry, share_out, whole
+from zerohvd.checkpoint.errors import together
+from zerohvd.checkpoint.manifest import Manifest, TensorInfo
+from zerohvd.checkpoint.matching import (
+    OWN,
+    SHARED,
+    LoadPlan,
+    Matching,
+    Names,
+    Staging,
+    own_name,
+)
+from zerohvd.checkpoint.reader import Reader, Source, open_safetensors
+from zerohvd.checkpoint.tree import Array, encode
+from zerohvd.communication.collectives import Collectives
+from zerohvd.communication.rendezvous import Call
+
+
+class Training(Protocol):
+    """A model and its optimizer on this rank."""
+
+    @property
+    def framework(self) -> str:
+        """As in `Manifest`."""
+
+    def meet(self, call: Call) -> Collectives:
+        """Bring all ranks to the same call with nothing under way between them."""
+
+    def snapshot(self) -> Snapshot:
+        """For a save, after `meet`."""
+
+    def target(self) -> Target:
+        """For a load, after `meet`."""
+
+    def to_array(self, value: Any) -> Array | None:
+        """For `tree.encode`: an array of the framework; None for anything else."""
+
+    def from_array(self, info: TensorInfo, data: Any) -> Any:
+        """For `tree.decode`: the reverse, from bytes."""
+
+
+class Snapshot(Protocol):
+    """What this rank holds. Entries give their bytes when they are written."""
+
+    replicated: bool  # every rank holds the same pieces
+
+    def pieces(self) -> Iterable[Entry]:
+        """This rank's ranges of parameters, masters and optimizer state."""
+
+    def copies(self) -> Iterable[Entry]:
+        """Whole tensors that every rank holds alike."""
+
+    def variants(self) -> Iterable[Entry]:
+        """Whole tensors that every rank holds, maybe with other values: statistics, seeds."""
+
+    def own(self, rank: int) -> Iterable[Entry]:
+        """Tensors that only this rank has, by names that say so."""
+
+    def values(self, rank: int) -> dict[str, dict[str, Any]]:
+        """As in `Content`."""
+
+    def config(self) -> dict[str, Any]:
+        """Settings of the optimizer, for people to read."""
+
+    def given(self) -> dict[str, Any]:
+        """Objects of the user that go into the state, and may hold what cannot be stored."""
+
+    def state(self) -> dict[str, Any]:
+        """What else all ranks have in common and is no tensor."""
+
+    def generators(self) -> dict[str, Any]:
+        """States of random number generators."""
+
+    def counted_steps(self) -> int | None:
+        """Of the optimizer."""
+
+
+class Target(Protocol):
+    """What a load fills."""
+
+    staging: Staging
+
+    def openers(self) -> Mapping[str, Callable[[Path], Source]]:
+        """Suffix of a plain file of weights -> what opens it, beside .safetensors."""
+
+    def names(self, stored: Stored) -> Names:
+        """Of the model, related to those in the checkpoint."""
+
+    def plan(self, plan: LoadPlan, stored: Stored, *, strict: bool) -> None:
+        """Add everything to be read; raise if it does not fit. Changes nothing in the model."""
+
+    def apply(self, plan: LoadPlan, stored: Stored) -> None:
+        """Let everything that was read take effect; all ranks call it."""
+
+    def restore_generators(self, stored: Mapping[str, Any]) -> None:
+        """Set the random number generators."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """What a checkpoint says beside its tensors.
+
+    Attributes:
+        manifest: Of a plain file, an empty one.
+        complete: It is a checkpoint, not a plain file of weights.
+        state: What all ranks had in common.
+        own: What this rank had for itself; empty where the number of ranks is another one.
+    """
+
+    manifest: Manifest
+    complete: bool
+    state: Mapping[str, Any]
+    own: Mapping[str, Any]
+
+
+# -- saving ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Notes:
+    """What a save stores beside the training.
+
+    Args:
+        extra: The user's.
+        step: For the manifest.
+        metric: How good the model is.
+    """
+
+    extra: Any = None
+    step: int | None = None
+    metric: float | None = None
+
+
+def save(path: Path, training: Training, notes: Notes) -> None:
+    """Store a checkpoint at `path`; all ranks must call it."""
+    ranks, plan = plan_save(training, notes)
+    writer.save(path, ranks, plan)
+
+
+def plan_save(training: Training, notes: Notes) -> tuple[Collectives, writer.SavePlan]:
+    """Bring the ranks together; returns them, and how this one comes to its part."""
+    ranks = training.meet(Call.SAVE)
+    taken: list[Snapshot] = []
+
+    def look() -> dict[str, int]:
+        taken.append(training.snapshot())
+        # What cannot be stored shows before anything is written.
+        given = {"extra": notes.extra, **taken[0].given()}
+        encode(given, "state", {}, training.to_array)
+        return {e.name: zlib.crc32(e.read()) for e in taken[0].variants()}
+
+    def make(sums: list[dict[str, int]]) -> Content:
+        return _content(training, taken[0], notes, sums, ranks.rank)
+
+    return ranks, writer.SavePlan(look, make)
+
+
+def _content(
+    training: Training, held: Snapshot, notes: Notes, sums: list[dict[str, int]], rank: int
+) -> Content:
+    """What this rank stores.
+
+    Args:
+        sums: Of every rank, the checksums of its variants.
+    """
+    _check_same_names(sums)
+    made = Content(training.framework, values=held.values(rank), config=held.config())
+    made.step = _training_step(notes, held)
+    pieces = list(held.pieces())
+    made.entries += share_out(pieces, rank, len(sums)) if held.replicated else pieces
+    made.entries += _whole_tensors(held, sums, rank)
+    made.entries += held.own(rank)
+    beside: dict[str, Array] = {}
+    own: dict[str, Array] = {}
+    state = {**held.state(), **held.given(), "extra": notes.extra, "metric": notes.metric}
+    made.state = encode(state, "state", beside, training.to_array)
+    made.rank_state = encode({"rng": held.generators()}, f"rank{rank}", own, training.to_array)
+    if rank == 0:
+        made.entries += [whole(SHARED, name, array) for name, array in beside.items()]
+    made.entries += [whole(OWN, name, array) for name, array in own.items()]
+    return made
+
+
+def _check_same_names(sums: list[dict[str, int]]) -> None:
+    for rank, names in enumerate(sums):
+        differing = sorted(set(names) ^ set(sums[0]))
+        if differing:
+            raise ValueError(
+                f"ranks 0 and {rank} have other variables in the model; {differing[0]!r} is on one "
+                "of them only. Make the same models, in the same order, on every rank: Keras "
+                "numbers the names of layers"
+            )
+
+
+def _whole_tensors(held: Snapshot, sums: list[dict[str, int]], rank: int) -> list[Entry]:
+    """Each tensor that all ranks have alike from one of them, and every version of the others."""
+    alike, mine = [*held.copies()], []
+    for entry in held.variants():
+        if all(s[entry.name] == sums[0][entry.name] for s in sums):
+            alike.append(entry)
+        elif rank == 0:
+            mine.append(entry)
+        elif sums[rank][entry.name] != sums[0][entry.name]:
+            name = own_name(entry.name, rank)
+            mine.append(dataclasses.replace(entry, kind=OWN, name=name))
+    return share_out(alike, rank, len(sums), uncut=True) + mine
+
+
+def _training_step(notes: Notes, held: Snapshot) -> int | None:
+    """What a manifest calls the step: as given, as in `extra`, or as the optimizer counted."""
+    if notes.step is not None:
+        return int(notes.step)
+    if isinstance(notes.extra, Mapping) and isinstance(notes.extra.get("step"), int):
+        return int(notes.extra["step"])
+    return held.counted_steps()
+
+
+# -- loading ---------------------------------------------------------------------------------------
+
+
+def load(path: Path, training: Training, *, strict: bool = True, restore_rng: bool = True) -> Any:
+    """Load the checkpoint, or plain file, at `path`; all ranks must call it.
+
+    Returns:
+        What `extra` was when it was saved.
+    """
+    ranks = training.meet(Call.LOAD)
+    ready: list[tuple[Target, LoadPlan, Stored]] = []
+
+    def read() -> str:
+        target = training.target()
+        source, complete = _open(path, target.openers())
+        stored = _stored(source, complete, training, ranks)
+        plan = LoadPlan(_matching(source, stored, target, ranks), target.staging)
+        if strict:
+            plan.matching.check_names()
+        target.plan(plan, stored, strict=strict)
+        source.read(plan.wants, ranks.rank, ranks.size)
+        ready.append((target, plan, stored))
+        return source.manifest.id
+
+    _, ids = together(ranks, "read", read)
+    # Every rank sees the same ids, so all of them take the same branch.
+    if len(set(ids)) > 1:
+        raise ValueError(
+            f"the ranks found different checkpoints at {path}: it must lie on a file system that "
+            "all ranks share, and not be replaced while it is being loaded"
+        )
+    target, plan, stored = ready[0]
+    target.apply(plan, stored)
+    if restore_rng and "rng" in stored.own:
+        target.restore_generators(stored.own["rng"])
+    return stored.state.get("extra")
+
+
+def _open(
+    path: Path, openers: Mapping[str, Callable[[Path], Source]]
+) -> tuple[Source, bool]:
+    """What is at `path`, and whether it is a checkpoint (or plain weights)."""
+    if path.is_dir() or not path.exists():
+        return Reader.open(path), True
+    openers = {".safetensors": open_safetensors, **openers}
+    for suffix, opener in openers.items():
+        if path.name.endswith(suffix):
+            return opener(path), False
+    raise ValueError(
+        f"{path} is neither a checkpoint's folder nor a file of weights: {', '.join(openers)}"
+    )
+
+
+def _stored(source: Source, complete: bool, training: Training, ranks: Collectives) -> Stored:
+    manifest = source.manifest
+    if not complete:
+        return Stored(manifest, False, {}, {})
+    assert isinstance(source, Reader)
+    if manifest.framework != training.framework:
+        raise ValueError(
+            f"the checkpoint was saved by {manifest.framework}, not by {training.framework}. "
+            "`zerohvd checkpoint consolidate` makes plain weights of it"
+        )
+    own: dict[str, Any] = {}
+    if len(manifest.rank_states) == ranks.size:
+        own = source.decode(manifest.rank_states[ranks.rank], OWN, training.from_array)
+    state = source.decode(manifest.state, SHARED, training.from_array)
+    return Stored(manifest, True, state, own)
+
+
+def _matching(source: Source, stored: Stored, target: Target, ranks: Collectives) -> Matching:
+    return Matching(
+        source.tensors,
+        target.names(stored),
+        aliases=stored.state.get("aliases", {}),
+        rank=ranks.rank,
+        size=ranks.size,
+        saved_size=stored.manifest.size if stored.complete else 0,
+    )
+
+
+# -- random number generators ----------------------------------------------------------------------
+
+
+def generators() -> dict[str, Any]:
+    """The states of Python's and numpy's random number generators."""
+    version, internal, gauss = random.getstate()
+    return {
+        "python": [version, np.array(internal, np.uint64), gauss],
+        "numpy": list(np.random.get_state()),
+    }
+
+
+def restore_generators(stored: Mapping[str, Any]) -> None:
+    """Go on where `generators` was called."""
+    version, internal, gauss = stored["python"]
+    random.setstate((version, tuple(int(i) for i in internal), gauss))
+    np.random.set_state(tuple(stored["numpy"]))
