@@ -5,7 +5,7 @@ if __name__ != "zerohvd.keras":
 
 import os
 
-from zerohvd.tools.launchers import allow_single_process
+from zerohvd.launchers import allow_single_process
 from zerohvd.tools.versions import require_keras
 
 require_keras()

@@ -13,7 +13,7 @@ if __name__ != "zerohvd.torch":
 
 import os
 
-from zerohvd.tools.launchers import allow_single_process, spare_fusion_buffers
+from zerohvd.launchers import allow_single_process, spare_fusion_buffers
 from zerohvd.tools.versions import require_torch
 
 require_torch()

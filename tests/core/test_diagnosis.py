@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from zerohvd.launchers import Launcher
 from zerohvd.launching import LaunchResult
 from zerohvd.tools.doctor import probes, run_check
 from zerohvd.tools.doctor.diagnosis import Evidence, diagnose
@@ -15,7 +16,6 @@ from zerohvd.tools.doctor.machine import Machine
 from zerohvd.tools.doctor.probes import Finding
 from zerohvd.tools.doctor.rank_check import CHECKS, DTYPES, offered, rows
 from zerohvd.tools.doctor.report import Line, Report, Status
-from zerohvd.tools.launchers import Launcher
 from zerohvd.tools.versions import Installed
 
 OPEN_MPI = "/opt/openmpi/lib/libmpi.so.40"
