@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from zerohvd.communication.collectives import Handle
 from zerohvd.torch import compat
-from zerohvd.torch.communication.collectives import Handle
 from zerohvd.torch.optimizer.offload import Offload
 from zerohvd.torch.optimizer.partition import is_elementwise
 from zerohvd.torch.params.section import ShardedParams

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from zerohvd.communication.agreement import check_agreement
+from zerohvd.communication.collectives import Handle
 from zerohvd.config import ZeroConfig
 from zerohvd.layout import Layout, ParamSpec, Piece, build_layout
 from zerohvd.numerics import DivideFactors, master_dtype
 from zerohvd.schedule import Schedule
 from zerohvd.torch.communication import arrays
-from zerohvd.torch.communication.collectives import Handle, LocalCollectives, TorchCollectives
+from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
 from zerohvd.torch.gradients.reducer import PARTS_PER_BUCKET, GradReducer
 from zerohvd.torch.params.buffers import FlatParams, piece_view
 from zerohvd.torch.stage3.storage import UnitFlats

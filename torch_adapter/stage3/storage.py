@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import torch
 
+from zerohvd.communication.collectives import Handle
 from zerohvd.errors import DisagreementError
 from zerohvd.layout import Layout
 from zerohvd.torch.communication import arrays
-from zerohvd.torch.communication.collectives import Handle, LocalCollectives, TorchCollectives
+from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
 from zerohvd.torch.stage3 import placeholder
 from zerohvd.torch.stage3.deferred import embody
 
