@@ -10,7 +10,7 @@ import torch
 from zerohvd.communication.log import CommunicationReport
 from zerohvd.memory import MemoryReport
 from zerohvd.torch.optimizer.zero_optimizer import ZeroOptimizer
-from zerohvd.torch.stage3.storage import UnitFlats
+from zerohvd.torch.params.owned import units_of
 
 
 def memory_report(opt: ZeroOptimizer) -> MemoryReport:
@@ -50,8 +50,8 @@ def _params(opt: ZeroOptimizer) -> Iterable[torch.Tensor]:
     units = [] if opt.units is None else opt.units.all
     flats += [part for unit in units for part in unit.parts]
     for flat in flats:
-        yield from flat.shards if isinstance(flat, UnitFlats) else flat.flats
-    yield from (p for p in opt.all_params() if getattr(p, "_zerohvd_units", None) is None)
+        yield from flat.held()
+    yield from (p for p in opt.all_params() if units_of(p) is None)
 
 
 def _gathered(opt: ZeroOptimizer) -> int:

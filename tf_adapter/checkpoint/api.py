@@ -19,8 +19,8 @@ from zerohvd.keras.checkpoint import storing
 from zerohvd.keras.checkpoint.holdings import Holdings
 from zerohvd.keras.checkpoint.plain_files import open_weights
 from zerohvd.keras.checkpoint.restoring import Plan
-from zerohvd.keras.fit.patches import ranks_of, unwrap
 from zerohvd.keras.optimizer import entry
+from zerohvd.keras.optimizer.distributed import ranks_of, unwrap
 
 
 def save(

@@ -16,13 +16,13 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from zerohvd.communication.rendezvous import Call, another_trains, different_calls, others_called
-from zerohvd.keras.optimizer.step import Step
+from zerohvd.keras.optimizer.step import ShardedStep
 
 # What Horovod says when ranks do different things under one name.
 _REFUSED = re.compile(r"Mismatched (data types|operations): One rank")
 
 
-def meet(step: Step, call: Call) -> None:
+def meet(step: ShardedStep, call: Call) -> None:
     """Return when all ranks have come to the same call; raises on those that came to another.
 
     Args:
@@ -32,7 +32,7 @@ def meet(step: Step, call: Call) -> None:
     wire = step.wire
     if wire.size == 1 or not step.layout.buckets:
         return
-    how = wire._how(_first_operation(step))
+    how = wire.options(_first_operation(step))
 
     @tf.function(autograph=False)
     def compare(said: Any) -> Any:  # in a graph, or it would have no name of its own
@@ -52,16 +52,16 @@ def meet(step: Step, call: Call) -> None:
         raise difference
 
 
-def _first_operation(step: Step) -> str:
+def _first_operation(step: ShardedStep) -> str:
     """The name of that which every step begins with, unless the first bucket is a sparse table."""
     wire, bucket = step.wire, step.layout.buckets[0]
     if step.local_sums and step.weighted:
-        return "HorovodAllreduce" if wire.plan.eager else step.weight_name
+        return "HorovodAllreduce" if step.eager else step.weight_name
     lengths = {span.length for span in bucket.spans()}
     narrow = tf.as_dtype(step.config.reduce_dtype or bucket.dtype).size == 2
     whole = step.layout.size == 1
     native = hvd.nccl_built() and not narrow and len(lengths) == 1
-    if wire.plan.eager:
+    if step.eager:
         # TensorFlow calls an operation outside of graphs by its kind.
         kind = "Allreduce" if whole and not narrow else "Reducescatter" if native else "Alltoall"
         return f"Horovod{kind}"

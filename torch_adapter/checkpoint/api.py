@@ -209,12 +209,11 @@ class _Loading:
         opt = self._held.opt
         with torch.no_grad():
             if opt is not None:
-                _drop_gradients(opt)
+                opt.gradients.drop_all()
             self._plan.apply()
             if opt is not None:
                 opt.publish()
-                opt.loads += 1
-                opt.absorb()
+                opt.loaded()
             else:
                 torch.autograd.graph.increment_version(list(self._held.params.values()))
             if self._resumption is not None:
@@ -229,15 +228,6 @@ class _Loading:
         if restore_rng and "rng" in self._own:
             rng.restore(self._own["rng"])
         return self._state.get("extra")
-
-
-def _drop_gradients(opt: ZeroOptimizer) -> None:
-    """Gradients of what the model was before mean nothing to what it is going to be."""
-    opt.end_step()
-    for section in opt.sections:
-        section.reducer.release()
-        for param in section.params:
-            param.grad = None
 
 
 def owner(
@@ -259,7 +249,7 @@ def meet(opt: ZeroOptimizer | None, call: Call) -> TorchCollectives | LocalColle
     if opt is None:
         return join()
     opt.meet(call)
-    if opt.entered:  # on all ranks alike, as they have just compared
+    if opt.gradients.begun:  # on all ranks alike, as they have just compared
         together(opt.collectives, "pause", lambda: accumulation.check(opt))
         accumulation.pause(opt)
     if opt.units is not None:

@@ -17,6 +17,7 @@ from zerohvd.torch.optimizer.offload import Offload
 from zerohvd.torch.optimizer.partition import choose_partition
 from zerohvd.torch.optimizer.zero_optimizer import MakeUnits, ZeroOptimizer
 from zerohvd.torch.params.naming import bucket_groups, groups_bucket_bytes, name_parameters
+from zerohvd.torch.stage3.deferred import is_deferred
 
 
 def DistributedOptimizer(
@@ -85,7 +86,7 @@ def DistributedOptimizer(
     elsewhere = _offload(offload, path)
     collectives = join(process_set)
     groups_of = [list(g["params"]) for g in optimizer.param_groups]
-    named = name_parameters(groups_of, named_parameters)
+    named = name_parameters(groups_of, named_parameters, is_deferred=is_deferred)
     if num_groups and groups is None:
         groups = num_groups
     named = bucket_groups(named, groups)

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from zerohvd.torch.params.section import OwnedPiece, ShardedParams
+from zerohvd.torch.gradients.section import Section
+from zerohvd.torch.params.owned import OwnedPiece
 
 _numbers = itertools.count()
 
@@ -92,7 +93,7 @@ class Offload:
 
     # -- updating ---------------------------------------------------------------------------------
 
-    def absorb(self, inner: torch.optim.Optimizer, section: ShardedParams) -> None:
+    def absorb(self, inner: torch.optim.Optimizer, section: Section) -> None:
         """Move new state into files, and drop what is there from memory."""
         if not self.on_disk:
             return
@@ -108,7 +109,7 @@ class Offload:
             self._drop(tensor)
 
     def _in_memory(
-        self, inner: torch.optim.Optimizer, section: ShardedParams
+        self, inner: torch.optim.Optimizer, section: Section
     ) -> dict[str, list[OwnedPiece]]:
         """Per key of the state: the pieces whose tensor is not in a file yet."""
         found: dict[str, list[OwnedPiece]] = {}
@@ -120,7 +121,7 @@ class Offload:
         return found
 
     def _mapped(
-        self, inner: torch.optim.Optimizer, section: ShardedParams
+        self, inner: torch.optim.Optimizer, section: Section
     ) -> Iterator[torch.Tensor]:
         yield from (m for m in section.masters if m is not None)
         for owned in section.owned:

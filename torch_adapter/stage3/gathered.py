@@ -10,14 +10,9 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
+from zerohvd.torch.params.owned import units_of
 from zerohvd.torch.stage3.unit import Unit
 from zerohvd.torch.stage3.units import Units
-
-
-def units_of(param: nn.Parameter) -> Units | None:
-    """Return what gathers this parameter; None: it is not sharded."""
-    owner = getattr(param, "_zerohvd_units", None)
-    return None if owner is None else owner()
 
 
 @contextlib.contextmanager

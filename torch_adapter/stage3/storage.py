@@ -12,6 +12,7 @@ from zerohvd.errors import DisagreementError
 from zerohvd.layout import Layout
 from zerohvd.torch.communication import arrays
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
+from zerohvd.torch.params.owned import set_units
 from zerohvd.torch.stage3 import placeholder
 from zerohvd.torch.stage3.deferred import embody
 
@@ -75,6 +76,7 @@ class UnitFlats:
     flats: list[torch.Tensor]  # per bucket: 1-D, padded; without bytes while sharded
     shards: list[torch.Tensor]  # per bucket: 1-D, this rank's part
     memories: list[ResizedMemory]  # the allocations behind `flats`
+    replicated = False
 
     def __init__(
         self,
@@ -165,6 +167,10 @@ class UnitFlats:
             if isinstance(self._collectives, TorchCollectives):
                 self._collectives.broadcast_in_place(flat, name=f"{self._prefix}/b{b}/init")
         return [self._part(self.flats, b).clone() for b in range(len(self.flats))]
+
+    def held(self) -> list[torch.Tensor]:
+        """The tensors that hold parameters between two steps: this rank's shards."""
+        return self.shards
 
     def shard(self, b: int, rank: int) -> torch.Tensor:
         return self.shards[b]
@@ -278,7 +284,7 @@ class UnitFlats:
         """Give the parameters, which are gathered now, memory of their own for good."""
         for _, param in self._members:
             param.data = param.data.clone()
-            param._zerohvd_units = None
+            set_units(param, None)
         self._shown = None
 
     def moved(self) -> int | None:

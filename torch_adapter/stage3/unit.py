@@ -70,14 +70,13 @@ class Unit:
 
     def take_part(self) -> list[Handle]:
         """Start one more allgather because another rank needs it."""
-        if self.state == GATHERING:  # the others are past it, so it has come
-            for handle in self._handles:
-                handle.wait()
-            with torch.inference_mode(False), torch.no_grad():
-                self._show()
         self.gathers += 1
         # Another rank may be training while this one is in inference mode.
         with torch.inference_mode(False), torch.no_grad():
+            if self.state == GATHERING:  # the others are past it, so it has come
+                for handle in self._handles:
+                    handle.wait()
+                self._show()
             return [h for part in self.parts for h in part.gather_start()]
 
     def end_part(self) -> None:

@@ -24,10 +24,12 @@ from zerohvd.communication.waiting import Waiting
 from zerohvd.layout import Layout, build_layout
 from zerohvd.torch import compat
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
-from zerohvd.torch.params.section import Memory, NamedParam, Owner
+from zerohvd.torch.params.owned import MakeMemory, NamedParam, set_units
 from zerohvd.torch.stage3.planning import ModelPlan, UnitOptions, UnitPlan, tensors_in
 from zerohvd.torch.stage3.storage import Fill, UnitFlats
 from zerohvd.torch.stage3.unit import GATHERED, GATHERING, SHARDED, Unit, Use
+
+_HOOKED = "_zerohvd_hooked"  # a tensor that tells its unit when its gradient comes
 
 
 class Units:
@@ -65,7 +67,7 @@ class Units:
 
     def divide(
         self, named: Sequence[NamedParam]
-    ) -> Iterator[tuple[list[NamedParam], Memory | None]]:
+    ) -> Iterator[tuple[list[NamedParam], MakeMemory | None]]:
         """Sections for these parameters, in the order in which backward passes complete them."""
         of = {p: unit for unit, plan in self._planned() for _, p in plan.params}
         for unit in [*reversed(self.all[1:]), self.root]:
@@ -127,7 +129,7 @@ class Units:
     def _planned(self) -> Iterator[tuple[Unit, UnitPlan]]:
         return zip(self.all, self._plan.units, strict=True)
 
-    def _memory(self, unit: Unit) -> Memory:
+    def _memory(self, unit: Unit) -> MakeMemory:
         def make(layout: Layout, params: Sequence[nn.Parameter]) -> UnitFlats:
             prefix = f"{self.prefix}/u{unit.number}.{unit.made}"
             unit.made += 1
@@ -136,7 +138,7 @@ class Units:
             )
             unit.parts.append(flats)
             for param in flats.params:
-                param._zerohvd_units = Owner(self)
+                set_units(param, self)
             return flats
 
         return make
@@ -178,7 +180,7 @@ class Units:
                     ]
             for tensor in found:
                 if tensor.grad_fn is not None:
-                    tensor._zerohvd_hooked = True
+                    setattr(tensor, _HOOKED, True)
                     tensor.register_hook(_Before(self, unit, use))
         if unit is self.root and not unit.depth and not found and not compat.in_backward():
             self.reshard_idle()  # no backward pass will come this way
@@ -344,4 +346,4 @@ class _Before:
 
 def _new(tensor: torch.Tensor) -> bool:
     """Whether the tensor has a graph, and no hook of a unit yet."""
-    return tensor.grad_fn is not None and not getattr(tensor, "_zerohvd_hooked", False)
+    return tensor.grad_fn is not None and not getattr(tensor, _HOOKED, False)
