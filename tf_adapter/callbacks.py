@@ -64,7 +64,7 @@ class MetricAverage(keras.callbacks.Callback):
 class LearningRateWarmup(keras.callbacks.Callback):
     """Raise the learning rate from 1/N of `initial_lr` to `initial_lr`, step by step.
 
-    For N ranks, whose common batch is N times that of one: scale the learning rate by N and warm up.
+    The common batch of N ranks is N times that of one: scale the learning rate by N and warm up.
 
     Args:
         initial_lr: The learning rate to arrive at; that of the optimizer unless given.
