@@ -204,7 +204,8 @@ def test_a_script_that_just_ends_gets_its_last_checkpoint(tmp_path):
         "from zerohvd.communication.collectives import SingleProcess\n"
         "layout = some_layout(1, scale=20_000)\n"
         "plan = planned(lambda: content(layout, 0, values_of(layout, 1), 1))\n"
-        "CheckpointFolder(Path(sys.argv[1]), Policy(), asynchronous=True).save(1, SingleProcess(), plan)\n"
+        "folder = CheckpointFolder(Path(sys.argv[1]), Policy(), asynchronous=True)\n"
+        "folder.save(1, SingleProcess(), plan)\n"
     )
     subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parent, check=True,

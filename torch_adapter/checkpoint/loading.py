@@ -184,7 +184,8 @@ class TorchTarget:
         for path, module in self._held.modules_with_extra_state():
             if path in stored.state.get("modules", {}):
                 module.set_extra_state(stored.state["modules"][path])
-        for scheduler, state in zip(self._schedulers or (), stored.state.get("schedulers", ())):
+        schedulers = self._schedulers or ()  # as many as are stored
+        for scheduler, state in zip(schedulers, stored.state.get("schedulers", ()), strict=False):
             scheduler.load_state_dict(state)
         if self._scaler is not None and stored.state["scaler"]:
             self._scaler.load_state_dict(stored.state["scaler"])
