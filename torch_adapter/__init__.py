@@ -21,6 +21,7 @@ allow_single_process(os.environ)
 spare_fusion_buffers(os.environ)
 
 from zerohvd.checkpoint import CheckpointError, CorruptCheckpointError  # noqa: E402
+from zerohvd.communication.weighting import weight  # noqa: E402
 from zerohvd.errors import (  # noqa: E402
     DisagreementError,
     NonFiniteError,
@@ -30,7 +31,6 @@ from zerohvd.errors import (  # noqa: E402
 from zerohvd.torch.checkpoint.api import CheckpointManager, load, save  # noqa: E402
 from zerohvd.torch.communication.compression import Compression  # noqa: E402
 from zerohvd.torch.data import DistributedSampler, even_steps  # noqa: E402
-from zerohvd.torch.gradients.weighting import weight  # noqa: E402
 from zerohvd.torch.optimizer import elastic  # noqa: E402
 from zerohvd.torch.optimizer.distributed import DistributedOptimizer  # noqa: E402
 from zerohvd.torch.optimizer.scaler import GradScaler  # noqa: E402

@@ -10,6 +10,7 @@ from zerohvd.checkpoint.format import absolute
 from zerohvd.checkpoint.manager import checkpoint_manager
 from zerohvd.checkpoint.reader import as_numpy
 from zerohvd.communication.collectives import Collectives
+from zerohvd.communication.rendezvous import Call
 from zerohvd.keras.checkpoint.holdings import Holdings
 from zerohvd.keras.checkpoint.loading import KerasTarget
 from zerohvd.keras.checkpoint.saving import KerasSnapshot, to_array
@@ -99,15 +100,15 @@ class KerasTraining:
                 f"{what}: opt must be a zero.DistributedOptimizer, got {type(opt).__name__}"
             )
 
-    def meet(self, doing: str) -> Collectives:
+    def meet(self, call: Call) -> Collectives:
         optimizer = self._optimizer
         if optimizer is not None:
             optimizer.build_loaded()
-        if doing == session.LOAD:
+        if call == Call.LOAD:
             self._build()
         if optimizer is None or optimizer.step is None:
             return ranks_of(self._model)
-        entry.meet(optimizer.step, entry.SAVE if doing == session.SAVE else entry.LOAD)
+        entry.meet(optimizer.step, call)
         return optimizer.step.wire.eager
 
     def _build(self) -> None:

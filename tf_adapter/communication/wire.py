@@ -13,14 +13,13 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from zerohvd.communication.collectives import Collectives, HorovodCollectives, SingleProcess
+from zerohvd.communication.instances import agree_on_instance
 from zerohvd.communication.traffic import StepTraffic
 from zerohvd.keras.communication import arrays
 from zerohvd.keras.communication.ordering import after
 
 # A tensor smaller than this may be a constant (a flag, a count, a norm); gradients never are.
 _SMALL = 4096
-# How many Wires have been made per process set; each has names of its own.
-_made: dict[int, int] = {}
 
 
 def join(process_set: Any = None) -> Collectives:
@@ -36,16 +35,6 @@ def join(process_set: Any = None) -> Collectives:
     return HorovodCollectives(hvd, arrays, process_set)
 
 
-def _agree_on_number(ranks: Collectives, process_set: Any) -> int:
-    """One that no Wire of these ranks had before, although some ranks may have started later."""
-    if ranks.size == 1:
-        return 0
-    key = process_set.process_set_id
-    number = max(ranks.allgather_object(_made.get(key, 0), name="zero/agree/number"))
-    _made[key] = number + 1
-    return number
-
-
 class Wire:
     """The ranks of one process set, joined by horovod.tensorflow; all of them must make it."""
 
@@ -53,8 +42,9 @@ class Wire:
         self.eager = join(process_set)  # for agreements outside of graphs
         self.rank, self.size = self.eager.rank, self.eager.size
         self._set = hvd.global_process_set if process_set is None else process_set
-        # The same name twice in flight is an error, and two optimizers may share a step.
-        number = _agree_on_number(self.eager, self._set)
+        # The same name twice at a time is an error, and two optimizers may share a step.
+        alone = self.size == 1
+        number = 0 if alone else agree_on_instance(self.eager, self._set.process_set_id)
         self.prefix = f"zero.{number}" if number else "zero"
         with tf.init_scope():
             self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")

@@ -22,6 +22,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from zerohvd.communication.rendezvous import Call
 from zerohvd.keras import compat
 from zerohvd.keras.optimizer import entry, weighting
 from zerohvd.keras.optimizer.distributed import optimizer_of
@@ -57,7 +58,7 @@ def run(step: str, original: Callable[..., Any], model: Any, *args: Any, **kwarg
     usual = usual_count(given.get("x")) if optimizer is not None else None
     # In the first step ranks compare it anyway; later those that count would wait for ever.
     if step == "train_step" and optimizer is not None and optimizer.step is not None:
-        entry.meet(optimizer.step, entry.FIT if usual is None else entry.FIT_COUNTED)
+        entry.meet(optimizer.step, Call.FIT if usual is None else Call.FIT_COUNTED)
     if usual is None:
         return original(model, *args, **kwargs)
     with _counting(model, step, usual):

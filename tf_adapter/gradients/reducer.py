@@ -18,7 +18,7 @@ from zerohvd.layout import Bucket, Piece, Span
 _Function = Callable[[Any], Any]
 
 
-class GradientReducer:
+class GradReducer:
     """Owns the gradients of one optimizer: which there are, and what is accumulated of them.
 
     Args:
@@ -115,7 +115,7 @@ class Reduction:
     """
 
     def __init__(
-        self, reducer: GradientReducer, grads: Sequence[Any], scale: Any, weight: Any, in_loss: bool
+        self, reducer: GradReducer, grads: Sequence[Any], scale: Any, weight: Any, in_loss: bool
     ) -> None:
         self._reducer, self._shards, self._wire = reducer, reducer.shards, reducer.shards.wire
         variables = reducer.shards.variables

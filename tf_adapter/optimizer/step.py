@@ -20,7 +20,7 @@ from zerohvd.keras import compat
 from zerohvd.keras.communication.ordering import after
 from zerohvd.keras.communication.wire import Wire
 from zerohvd.keras.gradients import loss_scale
-from zerohvd.keras.gradients.reducer import GradientReducer, Reduction, first_of
+from zerohvd.keras.gradients.reducer import GradReducer, Reduction, first_of
 from zerohvd.keras.optimizer import averages, clipping
 from zerohvd.keras.optimizer.update import PieceUpdate
 from zerohvd.keras.params.pieces import PieceVariable, tf_variable
@@ -47,7 +47,7 @@ class ShardedStep(ShardedVariables):
         self.inner, self.config = inner, config
         steps = inner.gradient_accumulation_steps or 1
         sums = compat.accumulated_gradients(inner) if steps > 1 and config.stage > 1 else None
-        self.reducer = GradientReducer(self, config.reduce_dtype, steps, sums)
+        self.reducer = GradReducer(self, config.reduce_dtype, steps, sums)
         self.eager = False  # whether the last step was called eagerly, or traced, as in `fit`
         self._heads: list[Any] = []
         self._one_call = compat.updates_together(inner)

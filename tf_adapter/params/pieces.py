@@ -16,8 +16,7 @@ from zerohvd.config import ZeroConfig
 from zerohvd.keras.compat import variable_key
 from zerohvd.keras.params import buffers
 from zerohvd.layout import Layout, ParamSpec, Piece, Span
-
-_NARROW = ("float16", "bfloat16")
+from zerohvd.numerics import master_dtype
 
 # An update allocates up to eight tensors of the size of what it updates. A rank's shard is updated
 # in parts of 1/8 of a bucket, so that these temporaries take one bucket, and fit into the caches.
@@ -163,7 +162,7 @@ def owned_pieces(
     chunks: dict[int, int] = {}
     for piece in owned:
         spec = layout.params[piece.param]
-        dtype = config.master_dtype or ("float32" if spec.dtype in _NARROW else spec.dtype)
+        dtype = master_dtype(spec.dtype, config.master_dtype)
         chunk = chunks.get(piece.param, 0)
         chunks[piece.param] = chunk + 1
         found.append(PieceVariable(variables[piece.param], spec, piece, dtype, chunk))

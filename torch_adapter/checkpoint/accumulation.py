@@ -24,14 +24,14 @@ REDUCED = "grad_sum"  # kind
 
 def check(opt: ZeroOptimizer) -> None:
     """Raise unless a step can be interrupted now."""
-    if not opt.entered:
+    if not opt.gradients.begun:
         return
-    if opt.synchronized or not opt.rounds.more_to_come():
+    if opt.gradients.synchronized or not opt.gradients.rounds.more_to_come():
         raise RuntimeError(
             "the gradients of a step are complete but not applied: call opt.step() before you "
             "save or load a checkpoint"
         )
-    if opt.weight is not None:
+    if opt.gradients.weight is not None:
         raise RuntimeError(
             "a step with zero.weight() is under way: save or load after opt.step()"
         )
@@ -39,12 +39,12 @@ def check(opt: ZeroOptimizer) -> None:
 
 def progress(opt: ZeroOptimizer, held: Holdings) -> dict[str, Any] | None:
     """How far the step is; None between steps."""
-    if not opt.entered and not opt.rounds.local:
+    if not opt.gradients.begun and not opt.gradients.rounds.local:
         return None
     return {
-        "begun": opt.entered,
-        "passes": opt.rounds.passes,
-        "done": opt.rounds.done(),
+        "begun": opt.gradients.begun,
+        "passes": opt.gradients.rounds.passes,
+        "done": opt.gradients.rounds.done(),
         "arrived": [
             held.names[section.params[i]]
             for section in opt.sections
@@ -55,7 +55,7 @@ def progress(opt: ZeroOptimizer, held: Holdings) -> dict[str, Any] | None:
 
 def local_entries(opt: ZeroOptimizer, held: Holdings, rank: int) -> Iterator[Entry]:
     """Gradients that this rank has accumulated by itself."""
-    if not opt.entered and not opt.rounds.local:
+    if not opt.gradients.begun and not opt.gradients.rounds.local:
         return
     for section in opt.sections:
         for param in section.params:
@@ -65,7 +65,7 @@ def local_entries(opt: ZeroOptimizer, held: Holdings, rank: int) -> Iterator[Ent
 
 def reduced_entries(opt: ZeroOptimizer, held: Holdings) -> Iterator[Entry]:
     """This rank's shards of gradients that have been reduced, at stages 2 and 3."""
-    if opt.config.stage < 2 or (not opt.entered and not opt.rounds.local):
+    if opt.config.stage < 2 or (not opt.gradients.begun and not opt.gradients.rounds.local):
         return
     for piece in held.pieces:
         if piece.section < 0 or not opt.sections[piece.section].reducer.has_sum(piece.bucket):
@@ -87,11 +87,11 @@ class Resumption:
     def __init__(self, opt: ZeroOptimizer, held: Holdings, stored: Mapping[str, Any]) -> None:
         self._opt, self._held, self._stored = opt, held, stored
         self._sums: dict[tuple[int, int], torch.Tensor] = {}
-        if stored["begun"] and opt.rounds.passes <= stored["done"]:
+        if stored["begun"] and opt.gradients.rounds.passes <= stored["done"]:
             raise ValueError(
                 f"the checkpoint was saved after {stored['done']} backward passes of a step, but "
-                f"backward_passes_per_step is {opt.rounds.passes}: make the optimizer with "
-                f"backward_passes_per_step={stored['passes']}, as it was"
+                f"backward_passes_per_step is {opt.gradients.rounds.passes}: make the optimizer "
+                f"with backward_passes_per_step={stored['passes']}, as it was"
             )
 
     def plan(self, plan: LoadPlan) -> None:
@@ -110,11 +110,11 @@ class Resumption:
     def _plan_local(self, plan: LoadPlan, param: torch.nn.Parameter) -> None:
         """This rank's own gradient; below stage 2 also what had been reduced."""
         name, opt = self._held.names[param], self._opt
-        parts = plan.matching.local_grads(name, average=opt.average)
+        parts = plan.matching.local_grads(name, average=opt.gradients.average)
         reduced = plan.matching.find(REDUCED, name)
         if reduced is not None and opt.config.stage < 2:
             # Every rank brings it along: the reduction makes of it what it was.
-            parts.append((reduced, 1.0 if opt.average else 1.0 / opt.collectives.size))
+            parts.append((reduced, 1.0 if opt.gradients.average else 1.0 / opt.collectives.size))
         if not parts:
             return
         shape = tuple(param.shape)
@@ -141,11 +141,11 @@ class Resumption:
         """Go on with the step; all ranks must call it, after the parameters have been loaded."""
         plan.apply(1)
         if not self._stored["begun"]:
-            self._opt.rounds.local = True
+            self._opt.gradients.rounds.local = True
             return
-        self._opt.enter_step()
+        self._opt.gradients.begin()
         arrived = set(self._stored["arrived"])
-        self._opt.rounds.resume(
+        self._opt.gradients.rounds.resume(
             self._stored["done"],
             [
                 {i for i, p in enumerate(section.params) if self._held.names[p] in arrived}

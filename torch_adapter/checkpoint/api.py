@@ -11,13 +11,13 @@ import torch
 from zerohvd.checkpoint import Array, TensorInfo, session, together
 from zerohvd.checkpoint.format import absolute
 from zerohvd.checkpoint.manager import checkpoint_manager
+from zerohvd.communication.rendezvous import Call
 from zerohvd.torch.checkpoint import accumulation
 from zerohvd.torch.checkpoint.holdings import Holdings, optimizer_of
 from zerohvd.torch.checkpoint.loading import TorchTarget
 from zerohvd.torch.checkpoint.saving import TorchSnapshot
 from zerohvd.torch.checkpoint.tensors import from_array, to_array
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives, join
-from zerohvd.torch.communication.entry import LOAD, SAVE
 from zerohvd.torch.optimizer.zero_optimizer import ZeroOptimizer
 
 
@@ -122,16 +122,14 @@ class TorchTraining:
         self._schedulers, self._scaler = _several(scheduler), scaler
         self._holder = optimizer_of(model) if opt is None else opt
 
-    def meet(self, doing: str) -> TorchCollectives | LocalCollectives:
+    def meet(self, call: Call) -> TorchCollectives | LocalCollectives:
         opt = self._holder
         if opt is None:
             return join()
-        opt.entry.check()  # of a step under way
-        opt.entry.open(SAVE if doing == session.SAVE else LOAD, opt.all_params())
-        opt.entry.check()
-        if opt.entered:  # on all ranks alike, as they have just compared
+        opt.meet(call)
+        if opt.gradients.begun:  # on all ranks alike, as they have just compared
             together(opt.collectives, "pause", lambda: accumulation.check(opt))
-            opt.rounds.pause()
+            opt.gradients.rounds.pause()
         if opt.units is not None:
             opt.units.settle()
         return opt.collectives

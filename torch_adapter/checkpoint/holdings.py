@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from zerohvd.layout import Layout, Span
 from zerohvd.torch.compat import persistent_buffers, uncompiled
+from zerohvd.torch.gradients.section import Section
 from zerohvd.torch.optimizer.zero_optimizer import ZeroOptimizer
-from zerohvd.torch.params.section import ShardedParams
+from zerohvd.torch.params import owned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +43,7 @@ class HeldPiece:
 def optimizer_of(model: torch.nn.Module) -> ZeroOptimizer | None:
     """The sharded optimizer that holds parameters of this model, if there is one."""
     for param in model.parameters():
-        reference = getattr(param, "_zerohvd_owner", None)
-        found = None if reference is None else reference()
+        found = owned.optimizer_of(param)
         if found is not None:
             assert isinstance(found, ZeroOptimizer)
             return found
@@ -69,7 +69,7 @@ class Holdings:
         self.params: dict[str, torch.nn.Parameter] = {}
         self.buffers: dict[str, torch.Tensor] = {}
         self._name_all()
-        self.sections: list[ShardedParams] = [] if opt is None else opt.sections
+        self.sections: Sequence[Section] = [] if opt is None else opt.sections
         self.pieces = list(self._pieces())
         self.replicated = opt is not None and opt.config.stage == 0
         sharded = {p for _, _, params, _ in self._layouts() for p in params}

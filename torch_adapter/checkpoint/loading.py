@@ -171,12 +171,11 @@ class TorchTarget:
         opt = self._held.opt
         with torch.no_grad():
             if opt is not None:
-                _drop_gradients(opt)
+                opt.gradients.drop_all()  # they belong to the values that are replaced
             plan.apply()
             if opt is not None:
                 opt.publish()
-                opt.loads += 1
-                opt.absorb()
+                opt.loaded()
             else:
                 increment_version(list(self._held.params.values()))
             if self._resumption is not None:
@@ -184,8 +183,8 @@ class TorchTarget:
         for path, module in self._held.modules_with_extra_state():
             if path in stored.state.get("modules", {}):
                 module.set_extra_state(stored.state["modules"][path])
-        schedulers = self._schedulers or ()  # as many as are stored
-        for scheduler, state in zip(schedulers, stored.state.get("schedulers", ()), strict=False):
+        states = stored.state.get("schedulers", ())
+        for scheduler, state in zip(self._schedulers or (), states, strict=False):
             scheduler.load_state_dict(state)
         if self._scaler is not None and stored.state["scaler"]:
             self._scaler.load_state_dict(stored.state["scaler"])
@@ -209,15 +208,6 @@ def _copy_to(target: torch.Tensor) -> Callable[[torch.Tensor], None]:
 def _whole_slot(name: str, tensor: torch.Tensor, *, per_rank: bool = False) -> Slot:
     span, dtype = Span(0, tensor.numel()), arrays.dtype_name(tensor)
     return Slot(name, tuple(tensor.shape), span, dtype, _copy_to(tensor), per_rank)
-
-
-def _drop_gradients(opt: ZeroOptimizer) -> None:
-    """Gradients of what the model was before mean nothing to what it is going to be."""
-    opt.end_step()
-    for section in opt.sections:
-        section.reducer.release()
-        for param in section.params:
-            param.grad = None
 
 
 def _decode_values(

@@ -35,5 +35,5 @@ class GradScaler(torch.amp.GradScaler):
             return super().step(optimizer, *args, **kwargs)
         with optimizer.scaled_by_caller():
             result = super().step(optimizer, *args, **kwargs)
-        optimizer.end_skipped_step()
+        optimizer.gradients.end_skipped()
         return result

@@ -14,8 +14,8 @@ from zerohvd.layout import Bucket, Span
 from zerohvd.torch.communication import arrays
 
 if TYPE_CHECKING:
+    from zerohvd.torch.gradients.section import Section
     from zerohvd.torch.optimizer.zero_optimizer import ZeroOptimizer
-    from zerohvd.torch.params.section import ShardedParams
 
 State = dict[str, Any]
 
@@ -156,7 +156,7 @@ def consolidate(opt: ZeroOptimizer, to: int | None) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-def _collect(opt: ZeroOptimizer, section: ShardedParams, to: int | None) -> dict[int, State]:
+def _collect(opt: ZeroOptimizer, section: Section, to: int | None) -> dict[int, State]:
     """Per parameter index: its whole state."""
     everyone = [_describe(opt, section)]
     if section.layout.size > 1:
@@ -184,7 +184,7 @@ def _collect(opt: ZeroOptimizer, section: ShardedParams, to: int | None) -> dict
     return {i: {k: v[k] for k in order[i] if k in v} for i, v in collected.items()}
 
 
-def _describe(opt: ZeroOptimizer, section: ShardedParams) -> dict[str, dict[str, list[Any]]] | str:
+def _describe(opt: ZeroOptimizer, section: Section) -> dict[str, dict[str, list[Any]]] | str:
     """What this rank holds, as JSON can say it: parameter -> key -> [kind, value, dtype].
 
     A string says what cannot be said, for all ranks to raise.
@@ -230,7 +230,7 @@ class _Gather:
     def __init__(
         self,
         opt: ZeroOptimizer,
-        section: ShardedParams,
+        section: Section,
         to: int | None,
         known: dict[int, dict[str, list[Any]]],
         collected: dict[int, State],

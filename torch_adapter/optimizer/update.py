@@ -10,9 +10,9 @@ import torch
 
 from zerohvd.torch import compat
 from zerohvd.torch.communication.collectives import Handle
+from zerohvd.torch.gradients.section import Section
 from zerohvd.torch.optimizer.offload import Offload
 from zerohvd.torch.optimizer.partition import is_elementwise
-from zerohvd.torch.params.section import ShardedParams
 
 # The first part is updated while the gradients of the rest come in, and goes out while the rest is
 # updated.
@@ -22,12 +22,12 @@ WAVES = 2
 class BucketRange(NamedTuple):
     """Buckets of one section."""
 
-    section: ShardedParams
+    section: Section
     buckets: range
 
 
 def plan_waves(
-    sections: Sequence[ShardedParams], inner: torch.optim.Optimizer, offload: Offload | None
+    sections: Sequence[Section], inner: torch.optim.Optimizer, offload: Offload | None
 ) -> list[list[BucketRange]]:
     """The waves of a step: lists of parts that are updated by one call of the inner optimizer."""
     if offload is not None and offload.on_disk:
@@ -46,7 +46,7 @@ def can_be_split(inner: torch.optim.Optimizer) -> bool:
     return is_elementwise(inner) and not compat.counts_calls(inner)
 
 
-def _cut(sections: Sequence[ShardedParams]) -> list[list[BucketRange]]:
+def _cut(sections: Sequence[Section]) -> list[list[BucketRange]]:
     """Runs of buckets of about equal bytes, in the order in which they have been sent."""
     goal = sum(b.nbytes for s in sections for b in s.layout.buckets) / WAVES
     waves: list[list[BucketRange]] = [[]]

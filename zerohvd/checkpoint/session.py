@@ -36,8 +36,7 @@ from zerohvd.checkpoint.matching import (
 from zerohvd.checkpoint.reader import Reader, Source, open_safetensors
 from zerohvd.checkpoint.tree import Array, encode
 from zerohvd.communication.collectives import Collectives
-
-SAVE, LOAD = "save", "load"
+from zerohvd.communication.rendezvous import Call
 
 
 class Training(Protocol):
@@ -47,8 +46,8 @@ class Training(Protocol):
     def framework(self) -> str:
         """As in `Manifest`."""
 
-    def meet(self, doing: str) -> Collectives:
-        """Bring all ranks to the same call, SAVE or LOAD, with nothing under way between them."""
+    def meet(self, call: Call) -> Collectives:
+        """Bring all ranks to the same call with nothing under way between them."""
 
     def snapshot(self) -> Snapshot:
         """For a save, after `meet`."""
@@ -163,7 +162,7 @@ def save(path: Path, training: Training, notes: Notes) -> None:
 
 def plan_save(training: Training, notes: Notes) -> tuple[Collectives, writer.SavePlan]:
     """Bring the ranks together; returns them, and how this one comes to its part."""
-    ranks = training.meet(SAVE)
+    ranks = training.meet(Call.SAVE)
     taken: list[Snapshot] = []
 
     def look() -> dict[str, int]:
@@ -248,7 +247,7 @@ def load(path: Path, training: Training, *, strict: bool = True, restore_rng: bo
     Returns:
         What `extra` was when it was saved.
     """
-    ranks = training.meet(LOAD)
+    ranks = training.meet(Call.LOAD)
     ready: list[tuple[Target, LoadPlan, Stored]] = []
 
     def read() -> str:

@@ -71,7 +71,7 @@ class TwoHeads(nn.Module):
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_users_collective_between_backward_and_step(stage, monkeypatch):
     """One rank has buckets that wait for an unused head, the other waits for those buckets."""
-    monkeypatch.setattr("zerohvd.torch.gradients.rounds.PATIENCE", 0.1)
+    monkeypatch.setattr("zerohvd.communication.rounds.PATIENCE", 0.1)
     model = make_model(cls=TwoHeads)
     opt = wrap(model, stage=stage, bucket_bytes=64)
     for step in range(2):

@@ -12,6 +12,7 @@ from zerohvd.checkpoint.errors import together
 from zerohvd.checkpoint.format import absolute
 from zerohvd.checkpoint.manager.folder import CheckpointFolder, Policy, check_metric
 from zerohvd.communication.collectives import Collectives
+from zerohvd.communication.rendezvous import Call
 
 Self = TypeVar("Self", bound="CheckpointManager")
 
@@ -132,7 +133,7 @@ class CheckpointManager(abc.ABC):
             strict, restore_rng, **options: As for `zero.load`.
         """
         training = self._training(model, opt, **options)
-        ranks = training.meet(session.LOAD)
+        ranks = training.meet(Call.LOAD)
         self.wait()
         _, found = together(ranks, "which", lambda: self._choose(which))
         # The first rank's word counts: another may not see a new folder yet.
