@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from zerohvd.keras import compat
@@ -25,7 +23,7 @@ def places(model: Any) -> dict[Any, str]:
 
 
 class Holdings:
-    """Everything to store of a model.
+    """Everything of a model that a checkpoint stores.
 
     Attributes:
         names: Variable (by reference) -> its name.
@@ -85,7 +83,3 @@ class Holdings:
                 if isinstance(value, keras.Variable) and not value.ndim:
                     found[f"scaler.{attribute}"] = value
         return found
-
-    def sums(self) -> dict[str, int]:
-        """Checksums of what may differ between ranks."""
-        return {n: zlib.crc32(np.ascontiguousarray(v.numpy())) for n, v in self.others.items()}

@@ -8,6 +8,7 @@ decided here, by comparing a manifest with `Names` and `Slot`s. Nothing is read.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -173,15 +174,13 @@ class Matching:
                 return found
         return {}
 
-    @property
+    @functools.cached_property
     def _states_by_name(self) -> dict[str, dict[str, TensorInfo]]:
-        if not hasattr(self, "_states"):
-            self._states: dict[str, dict[str, TensorInfo]] = {}
-            for info in self.tensors.values():
-                if info.kind.startswith(STATE):
-                    key = info.kind.removeprefix(STATE)
-                    self._states.setdefault(info.name, {})[key] = info
-        return self._states
+        found: dict[str, dict[str, TensorInfo]] = {}
+        for info in self.tensors.values():
+            if info.kind.startswith(STATE):
+                found.setdefault(info.name, {})[info.kind.removeprefix(STATE)] = info
+        return found
 
     def updated_dtype(self, name: str) -> str | None:
         """The dtype that the optimizer updated: that of the master if there was one."""
