@@ -1,12 +1,13 @@
 """Step time and peak memory of PyTorch training, against the ways people have today.
 
-    python benchmarks/torch_step_time.py --rounds 8
+    python benchmarks/torch_step_time.py --rounds 4
+    python benchmarks/torch_step_time.py --rounds 4 --tied
 
-Two ranks with one thread each train the same GPT with fused AdamW in float32. For step times all
-contenders live in the same processes and take turns, so that a busy machine slows all of them
-(each with the settings of the C library's heap that it would have in a process of its own);
-for memory each gets fresh processes, and its peak is the high-water mark of the resident set less
-what it was before the model was made. DeepSpeed takes part if it is installed.
+Two ranks with one thread each train the same GPT with fused AdamW in float32. Every contender runs
+in processes of its own, with the same environment. A round starts each of them once, one after
+the other, so that a busy machine slows all of them; the result is the median over rounds. Peak
+memory is the high-water mark of the resident set less the resident set before the model is built,
+of the rank that needs most. Contenders that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -21,100 +22,80 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from zerohvd.launching import launch
 from zerohvd.tools.launchers import detect
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULT = ROOT / "benchmarks/results/torch_step_time.md"
-TIMED = ["horovod", "zero-1", "zero-2", "ddp", "ddp+zero-redundancy"]
-MEASURED = ["horovod", "zero-1", "zero-2"]
-STEPS_A_TURN = 4
+RESULTS = ROOT / "benchmarks/results"
+NEEDS = {"deepspeed-2": "deepspeed", "deepspeed-3": "deepspeed"}
+SIZES = {"dim": 512, "layers": 8, "batch": 2, "length": 64}
+VOCAB = {True: 16384, False: 8192}  # tied or not: 33.6 M parameters either way
+WARM_UP = 3
+
+Step = Callable[[Any], None]
 
 
 # -- inside a rank ---------------------------------------------------------------------------------
 
 
-class Contender:
-    """A model and its optimizer, made ready in one of the ways."""
+def plainly(model: Any, opt: Any) -> Step:
+    def step(batch: Any) -> None:
+        opt.zero_grad()
+        model(batch).backward()
+        opt.step()
 
-    def __init__(self, way: str, args: argparse.Namespace) -> None:
-        import torch
+    return step
 
-        sys.path.insert(0, str(ROOT / "examples"))
-        from gpt import GPT
 
-        torch.manual_seed(0)
-        self.model = GPT(args.vocab, args.dim, args.layers, heads=8, length=args.length)
-        self.params = sum(p.numel() for p in self.model.parameters())
-        self.step = getattr(self, way.replace("-", "_").replace("+", "_"))(torch)
+def horovod(model: Any, opt: Any) -> Step:
+    import horovod.torch as hvd
 
-    def adamw(self, torch):
-        return torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    named = model.named_parameters()
+    return plainly(model, hvd.DistributedOptimizer(opt, named_parameters=named))
 
-    def plainly(self, opt, model=None):
-        model = model or self.model
 
-        def step(batch):
-            opt.zero_grad()
-            model(batch).backward()
-            opt.step()
-
-        return step
-
-    def compute(self, torch):
-        return self.plainly(self.adamw(torch))
-
-    def horovod(self, torch):
-        import horovod.torch as hvd
-
-        named = self.model.named_parameters()
-        return self.plainly(hvd.DistributedOptimizer(self.adamw(torch), named_parameters=named))
-
-    def zero(self, torch, stage):
+def zero(stage: int) -> Callable[[Any, Any], Step]:
+    def make(model: Any, opt: Any) -> Step:
         import zerohvd.torch as zero
 
-        _, opt = zero.zeroify(self.model, self.adamw(torch), stage=stage)
-        return self.plainly(opt)
+        return plainly(*zero.zeroify(model, opt, stage=stage))
 
-    def zero_1(self, torch):
-        return self.zero(torch, 1)
+    return make
 
-    def zero_2(self, torch):
-        return self.zero(torch, 2)
 
-    def zero_3(self, torch):
-        return self.zero(torch, 3)
+def ddp(model: Any, opt: Any) -> Step:
+    from torch.nn.parallel import DistributedDataParallel
 
-    def fsdp2(self, torch):
-        from torch.distributed.fsdp import fully_shard
+    return plainly(DistributedDataParallel(model), opt)
 
-        for block in self.model.blocks:
-            fully_shard(block)
-        fully_shard(self.model)
-        return self.plainly(self.adamw(torch))
 
-    def ddp(self, torch):
-        model = torch.nn.parallel.DistributedDataParallel(self.model)
-        return self.plainly(self.adamw(torch), model)
+def ddp_zero_redundancy(model: Any, opt: Any) -> Step:
+    import torch
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
 
-    def ddp_zero_redundancy(self, torch):
-        from torch.distributed.optim import ZeroRedundancyOptimizer
+    options = {"lr": opt.defaults["lr"], "fused": True}
+    sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)
+    return plainly(DistributedDataParallel(model), sharded)
 
-        model = torch.nn.parallel.DistributedDataParallel(self.model)
-        opt = ZeroRedundancyOptimizer(
-            self.model.parameters(), torch.optim.AdamW, lr=3e-4, fused=True
-        )
-        return self.plainly(opt, model)
 
-    def deepspeed_2(self, torch):
-        return self.deepspeed(torch, 2)
+def fsdp2(model: Any, opt: Any) -> Step:
+    import torch
+    from torch.distributed.fsdp import fully_shard
 
-    def deepspeed_3(self, torch):
-        return self.deepspeed(torch, 3)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    return plainly(model, torch.optim.AdamW(model.parameters(), **opt.defaults))
 
-    def deepspeed(self, torch, stage):
+
+def deepspeed(stage: int) -> Callable[[Any, Any], Step]:
+    def make(model: Any, opt: Any) -> Step:
         import deepspeed
 
         config = {
@@ -122,77 +103,65 @@ class Contender:
             "zero_optimization": {"stage": stage, "overlap_comm": True},
             "zero_allow_untested_optimizer": True,
         }
-        engine, *_ = deepspeed.initialize(
-            model=self.model, optimizer=self.adamw(torch), config=config
-        )
+        engine, *_ = deepspeed.initialize(model=model, optimizer=opt, config=config)
 
-        def step(batch):
+        def step(batch: Any) -> None:
             engine.backward(engine(batch))
             engine.step()
 
         return step
 
+    return make
+
+
+CONTENDERS: dict[str, Callable[[Any, Any], Step]] = {
+    "horovod": horovod,
+    "zero-1": zero(1),
+    "zero-2": zero(2),
+    "zero-3": zero(3),
+    "ddp": ddp,
+    "ddp+zero-redundancy": ddp_zero_redundancy,
+    "fsdp2": fsdp2,
+    "deepspeed-2": deepspeed(2),
+    "deepspeed-3": deepspeed(3),
+}
+
 
 def rank_main(args: argparse.Namespace) -> None:
-    import horovod.torch as hvd
+    rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
     import torch
 
-    hvd.init()
     torch.set_num_threads(1)
-    ways = args.ways.split(",")
-    if any(way.startswith(("ddp", "deepspeed", "fsdp")) for way in ways):
-        os.environ.update(
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(args.port),
-            RANK=str(hvd.rank()),
-            LOCAL_RANK=str(hvd.local_rank()),
-            WORLD_SIZE=str(hvd.size()),
-        )
-        torch.distributed.init_process_group("gloo", rank=hvd.rank(), world_size=hvd.size())
-    torch.manual_seed(hvd.rank())
-    batch = torch.randint(0, args.vocab, (args.batch, args.length))
-    found = peak(ways[0], batch, args) if args.memory else turns(ways, batch, args)
-    if hvd.rank() == 0:
-        args.result.write_text(json.dumps(found))
+    if args.way.startswith(("horovod", "zero")):
+        import horovod.torch as hvd
 
-
-def turns(ways, batch, args) -> dict:
-    """Seconds per step of each contender: the median over a round's steps, for every round."""
-    import horovod.torch as hvd
-    import torch
-
-    contenders = {way: Contender(way, args) for way in ways}
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(args.rounds + 1):
-        for way, contender in contenders.items():
-            choose_malloc(way)
-            hvd.allreduce(torch.zeros(1), name="start together")
-            taken = []
-            for _ in range(STEPS_A_TURN):
-                start = time.perf_counter()
-                contender.step(batch)
-                taken.append(time.perf_counter() - start)
-            seconds[way].append(statistics.median(taken[1:]))
-    kept = {way: values[1:] for way, values in seconds.items()}  # the first round warms up
-    return {"params": contenders[ways[0]].params, "seconds": kept}
-
-
-def choose_malloc(way: str) -> None:
-    """The C library's settings are those of the process: each contender gets those it has alone."""
-    from zerohvd.torch import heap
-
-    if way.startswith("zero"):
-        heap.keep_large()
+        hvd.init()
+        if args.way.startswith("zero"):
+            importlib.import_module("zerohvd.torch")
     else:
-        heap.leave_alone()
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(args.np))
+        torch.distributed.init_process_group("gloo")
+    sys.path.insert(0, str(ROOT / "examples"))
+    from gpt import GPT
 
-
-def peak(way, batch, args) -> dict:
+    torch.manual_seed(1 + rank)
+    batch = torch.randint(0, VOCAB[args.tied], (args.batch, args.length))
+    Path("/proc/self/clear_refs").write_text("5")  # forget the high-water mark of the imports
     before = resident("VmRSS")
-    contender = Contender(way, args)
-    for _ in range(4):
-        contender.step(batch)
-    return {"bytes": resident("VmHWM") - before}
+    torch.manual_seed(0)
+    model = GPT(VOCAB[args.tied], args.dim, args.layers, heads=8, length=args.length)
+    if not args.tied:
+        model.head.weight = torch.nn.Parameter(model.tokens.weight.detach().clone())
+    params = sum(p.numel() for p in model.parameters())
+    step = CONTENDERS[args.way](model, torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True))
+    taken = []
+    for _ in range(WARM_UP + args.steps):
+        start = time.perf_counter()
+        step(batch)
+        taken.append(time.perf_counter() - start)
+    peak = resident("VmHWM") - before
+    found = {"params": params, "seconds": statistics.median(taken[WARM_UP:]), "peak": peak}
+    Path(args.result, f"rank{rank}.json").write_text(json.dumps(found))
 
 
 def resident(field: str) -> int:
@@ -203,96 +172,92 @@ def resident(field: str) -> int:
 # -- outside ---------------------------------------------------------------------------------------
 
 
-def start(ways: list[str], args: argparse.Namespace, *, memory: bool) -> dict:
+def run_once(way: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Train in fresh processes; the slowest rank's time and the largest peak."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         probe.close()
-        result = Path(folder, "result.json")
-        sizes = [f"--{k}={getattr(args, k)}" for k in SIZES]
-        inner = ["--ways", ",".join(ways), "--result", str(result), "--port", str(port), *sizes]
-        argv = [sys.executable, __file__, *inner, f"--rounds={args.rounds}"]
-        done = launch(
-            args.np,
-            [*argv, "--memory"] if memory else argv,
-            timeout=1800,
-            env={"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-        )
+        given = {"way": way, "result": folder, "np": args.np, "steps": args.steps}
+        given |= {name: getattr(args, name) for name in SIZES}
+        argv = [sys.executable, __file__, *(f"--{k}={v}" for k, v in given.items())]
+        env = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        done = launch(args.np, argv + ["--tied"] * args.tied, timeout=600, env=env)
         if not done.ok:
-            raise SystemExit(done.explain())
-        return json.loads(result.read_text())
+            raise SystemExit(f"{way}: {done.explain()}")
+        ranks = [json.loads(file.read_text()) for file in Path(folder).iterdir()]
+        worst = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
+        worst["bytes"] = worst["peak"] / worst["params"]
+        return worst
 
 
-def report(timed: dict, peaks: dict[str, int], args: argparse.Namespace) -> str:
-    medians = {way: statistics.median(v) for way, v in timed["seconds"].items()}
-    best = {way: min(v) for way, v in timed["seconds"].items()}
-    base, best_base = timed["seconds"]["horovod"], best["horovod"]
+def report(rounds: list[dict[str, dict[str, Any]]], args: argparse.Namespace) -> str:
+    ways = list(rounds[0])
     rows = []
-    for way, values in timed["seconds"].items():
-        ratio = statistics.median(v / b for v, b in zip(values, base, strict=True))
+    for way in ways:
+        seconds = [r[way]["seconds"] for r in rounds]
+        ratios = [r[way]["seconds"] / r["horovod"]["seconds"] for r in rounds]
+        peak = statistics.median(r[way]["bytes"] for r in rounds)
+        base = statistics.median(r["horovod"]["bytes"] for r in rounds)
         rows.append(
-            f"| {way} | {1e3 * medians[way]:.0f} | {ratio:.2f} | {best[way] / best_base:.2f} |"
+            f"| {way} | {1e3 * statistics.median(seconds):.0f} | {statistics.median(ratios):.2f} | "
+            f"{min(ratios):.2f} - {max(ratios):.2f} | {peak:.1f} | {peak / base:.2f} |"
         )
     lines = [
         "# PyTorch: step time and peak memory",
         "",
-        f"GPT with {timed['params'] / 1e6:.1f} M parameters, fused AdamW, float32, batch "
-        f"{args.batch} x {args.length}, {args.np} ranks with one thread each, over MPI with "
-        f"OMPI_MCA_mpi_yield_when_idle=1; {os.cpu_count()} cores ({platform.machine()}), "
-        f"{args.rounds} rounds. `python benchmarks/{Path(sys.argv[0]).name} --np {args.np} "
-        f"--rounds {args.rounds}`",
+        f"GPT with {rounds[0][ways[0]]['params'] / 1e6:.1f} M parameters, embedding "
+        f"{'tied to' if args.tied else 'apart from'} the head, fused AdamW, float32, batch "
+        f"{args.batch} x {args.length}, {args.np} ranks with one thread each, "
+        f"OMPI_MCA_mpi_yield_when_idle=1; {os.cpu_count()} cores ({platform.machine()}). Every "
+        f"contender in processes of its own, medians of {len(rounds)} interleaved rounds of "
+        f"{args.steps} steps. `python benchmarks/torch_step_time.py --np {args.np} --rounds "
+        f"{len(rounds)} --steps {args.steps}{' --tied' * args.tied}`",
         "",
-        "| | ms per step, median | of Horovod's, median over rounds | of Horovod's, best round |",
-        "|---|---|---|---|",
+        "| | ms per step | of Horovod's | range over rounds | peak bytes/param | of Horovod's |",
+        "|---|---|---|---|---|---|",
         *rows,
-        "",
-        "| | peak memory, MiB | of Horovod's |",
-        "|---|---|---|",
     ]
-    for way, held in peaks.items():
-        lines.append(f"| {way} | {held / 2**20:.0f} | {held / peaks['horovod']:.2f} |")
     return "\n".join(lines) + "\n"
 
 
-SIZES = {"vocab": 16384, "dim": 512, "layers": 8, "batch": 2, "length": 64}
-
-
-def main(
-    timed: list[str] = TIMED,
-    measured: list[str] = MEASURED,
-    deepspeed: str = "deepspeed-2",
-    saved: Path = RESULT,
-) -> None:
-    """
-    Args:
-        timed: Who is timed, unless others are asked for.
-        measured: Whose peak memory is measured.
-        deepspeed: DeepSpeed's way, which takes part if it is installed.
-        saved: Where the result goes.
-    """
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--np", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--ways", help="default: all")
-    parser.add_argument("--no-memory", action="store_true", help="step times only")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=10, help="timed steps per round")
+    parser.add_argument("--tied", action="store_true", help="tie the embedding to the head")
+    parser.add_argument("--ways", help=f"default: {','.join(CONTENDERS)}; horovod always runs")
+    parser.add_argument("--raw", type=Path, help="keep rounds in this file, and add to those in it")
     for name, value in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    for name, kind in (("--result", Path), ("--port", int)):
-        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
-    parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
+    for name in ("--way", "--result"):
+        parser.add_argument(name, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if detect(os.environ).launched:
         rank_main(args)
         return
-    ways = args.ways.split(",") if args.ways else list(timed)
-    if not args.ways and importlib.util.find_spec("deepspeed"):
-        ways.append(deepspeed)
-    seconds = start(ways, args, memory=False)
-    alone = {} if args.no_memory else {w: start([w], args, memory=True) for w in measured}
-    text = report(seconds, {way: found["bytes"] for way, found in alone.items()}, args)
+    ways = ["horovod", *(args.ways.split(",") if args.ways else list(CONTENDERS)[1:])]
+    missing = [w for w in ways if w in NEEDS and importlib.util.find_spec(NEEDS[w]) is None]
+    for way in missing:
+        print(f"{way} is left out: {NEEDS[way]} is not installed", flush=True)
+    ways = [way for way in dict.fromkeys(ways) if way not in missing]
+    rounds = json.loads(args.raw.read_text()) if args.raw and args.raw.exists() else []
+    for _ in range(args.rounds):
+        rounds.append({})
+        for way in ways:
+            rounds[-1][way] = found = run_once(way, args)
+            ms, size = 1e3 * found["seconds"], found["bytes"]
+            print(f"{way}: {ms:.0f} ms, {size:.1f} bytes/param", flush=True)
+    if args.raw:
+        args.raw.write_text(json.dumps(rounds))
+    text = report(rounds, args)
     print(text)
-    saved.parent.mkdir(exist_ok=True)
-    saved.write_text(text)
+    if not args.ways:
+        RESULTS.mkdir(exist_ok=True)
+        name = "torch_step_time_tied.md" if args.tied else "torch_step_time.md"
+        Path(RESULTS, name).write_text(text)
 
 
 if __name__ == "__main__":

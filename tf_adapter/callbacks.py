@@ -8,10 +8,13 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 
+from zerohvd.communication.metrics import Snapshot
+from zerohvd.keras import compat
 from zerohvd.keras.checkpoint import whole_model
 from zerohvd.keras.checkpoint.api import CheckpointManager
-from zerohvd.keras.communication.broadcasting import broadcast_variables
-from zerohvd.keras.fit import metrics, patches
+from zerohvd.keras.fit import metrics
+from zerohvd.keras.optimizer.distributed import ranks_of
+from zerohvd.keras.params.broadcasting import broadcast_variables
 
 
 class MetricAverage(keras.callbacks.Callback):
@@ -30,8 +33,8 @@ class MetricAverage(keras.callbacks.Callback):
     def __init__(self) -> None:
         super().__init__()
         self._in_epoch = False
-        self._trained: metrics.Snapshot | None = None
-        self._tested: metrics.Snapshot | None = None
+        self._trained: Snapshot | None = None
+        self._tested: Snapshot | None = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._in_epoch, self._trained, self._tested = True, None, None
@@ -48,7 +51,7 @@ class MetricAverage(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._in_epoch = False
         logs = {} if logs is None else logs
-        ranks = patches.ranks_of(self.model)
+        ranks = ranks_of(self.model)
         val = {k[len("val_") :]: v for k, v in logs.items() if k.startswith("val_")}
         train = {k: v for k, v in logs.items() if not k.startswith("val_")}
         here = self._trained or metrics.snapshot(self.model)
@@ -102,7 +105,8 @@ class LearningRateWarmup(keras.callbacks.Callback):
                 "LearningRateWarmup needs steps_per_epoch: the dataset does not know its length"
             )
         progress = min(1.0, (self._epoch + batch / steps) / self.warmup_epochs)
-        size = patches.ranks_of(self.model).size
+        size = ranks_of(self.model).size
+        assert self.initial_lr is not None  # on_train_begin has set it
         rate = self.initial_lr * (1 + progress * (size - 1)) / size
         self.model.optimizer.learning_rate = rate
         if progress >= 1.0:
@@ -125,7 +129,7 @@ class BroadcastWeights(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         # Seeds of random generators are whole numbers, and should differ between ranks.
         floats = [v for v in self.model.variables if "float" in str(v.dtype)]
-        broadcast_variables(floats, patches.ranks_of(self.model), self.root)
+        broadcast_variables(floats, ranks_of(self.model), self.root)
 
 
 class Checkpoint(keras.callbacks.Callback):
@@ -195,13 +199,12 @@ class Checkpoint(keras.callbacks.Callback):
             if extra is not None:
                 self._epoch = extra["epoch"]
                 self.best = extra["best"]
-                # Where keras.callbacks.BackupAndRestore puts it, too.
-                self.model._initial_epoch = self._epoch
+                compat.set_initial_epoch(self.model, self._epoch)
         self._saved = self._step()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if self.manager is not None:
-            self.model._initial_epoch = None
+            compat.set_initial_epoch(self.model, None)
             self.manager.close()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -223,7 +226,7 @@ class Checkpoint(keras.callbacks.Callback):
             return
         path = self.filepath.format(epoch=epoch + 1, **logs)
         if self.save_weights_only:
-            ranks = patches.ranks_of(self.model)
+            ranks = ranks_of(self.model)
             whole_model.on_one_rank(lambda: self.model.save_weights(path), ranks)
         else:
             whole_model.save_model(self.model, path)
@@ -243,7 +246,7 @@ class Checkpoint(keras.callbacks.Callback):
                 f"Checkpoint monitors {self.monitor!r}, but the metrics are {sorted(logs)}"
             )
         # All ranks follow rank 0: they must all save, or none.
-        value = patches.ranks_of(self.model).broadcast_object(
+        value = ranks_of(self.model).broadcast_object(
             float(logs[self.monitor]), name="zero/monitor"
         )
         better = self.best is None or (

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from zerohvd.communication.collectives import HorovodCollectives
+from zerohvd.keras.communication import arrays
 from zerohvd.keras.fit import uneven
 
 
@@ -54,7 +55,7 @@ def shard_dataset(
         check: Compare the first batch of all ranks, and raise if they differ.
         process_set: The ranks that share; all of them unless given.
     """
-    ranks = HorovodCollectives(hvd, process_set)
+    ranks = HorovodCollectives(hvd, arrays, process_set)
     if batch_size is not None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from zerohvd.communication.log import CommunicationReport
-from zerohvd.keras.fit.patches import unwrap
+from zerohvd.keras import compat
+from zerohvd.keras.communication.arrays import nbytes
+from zerohvd.keras.communication.ordering import IN_FLIGHT
 from zerohvd.keras.optimizer import state
-from zerohvd.keras.optimizer.step import IN_FLIGHT
+from zerohvd.keras.optimizer.distributed import unwrap
 from zerohvd.memory import MemoryReport
 
 
@@ -31,19 +33,19 @@ def memory_report(optimizer: Any) -> MemoryReport:
     `params` are the variables the optimizer manages, `optimizer` its slots and scalars, `master`
     the float32 shards of 16-bit variables. TensorFlow frees a gradient inside the step, so
     `grads` are sums kept by `gradient_accumulation_steps`. `buffers` are the largest buckets that
-    a step has on their way at once.
+    a step has in flight at once.
     """
     optimizer = _built(optimizer)
     step = optimizer.step
     slots = state.slot_bytes(optimizer)
-    sums = slots.pop("_accumulated_gradients", 0)
-    sums += sum(state._nbytes(s) for s in step.local_sums)
-    scalars = sum(state._nbytes(v) for v in state._scalars(optimizer).values())
+    sums = slots.pop(compat.ACCUMULATED, 0)
+    sums += sum(nbytes(s) for s in step.local_sums)
+    scalars = sum(nbytes(v) for v in state.scalars(optimizer).values())
     largest = sorted((b.nbytes for b in step.layout.buckets), reverse=True)
     return MemoryReport(
-        params=sum(state._nbytes(v) for v in step.variables),
+        params=sum(nbytes(v) for v in step.variables),
         grads=sums,
-        master=slots.pop("master", 0),
+        master=slots.pop(state.MASTER, 0),
         optimizer=sum(slots.values()) + scalars,
         buffers=sum(largest[:IN_FLIGHT]) if step.wire.size > 1 else 0,
     )
@@ -51,4 +53,4 @@ def memory_report(optimizer: Any) -> MemoryReport:
 
 def communication_report(optimizer: Any) -> CommunicationReport:
     """Calls and bytes sent per operation in the most recent step on this rank."""
-    return _built(optimizer).step.wire.plan.report()
+    return _built(optimizer).step.wire.traffic.log().report()

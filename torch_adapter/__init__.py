@@ -21,6 +21,7 @@ allow_single_process(os.environ)
 spare_fusion_buffers(os.environ)
 
 from zerohvd.checkpoint import CheckpointError, CorruptCheckpointError  # noqa: E402
+from zerohvd.communication.weighting import weight  # noqa: E402
 from zerohvd.errors import (  # noqa: E402
     DisagreementError,
     NonFiniteError,
@@ -31,13 +32,16 @@ from zerohvd.torch.checkpoint.api import load, save  # noqa: E402
 from zerohvd.torch.checkpoint.manager import CheckpointManager  # noqa: E402
 from zerohvd.torch.communication.compression import Compression  # noqa: E402
 from zerohvd.torch.data import DistributedSampler, even_steps  # noqa: E402
-from zerohvd.torch.gradients.weighting import weight  # noqa: E402
+from zerohvd.torch.optimizer import elastic  # noqa: E402
 from zerohvd.torch.optimizer.distributed import DistributedOptimizer  # noqa: E402
+from zerohvd.torch.optimizer.scaler import GradScaler  # noqa: E402
 from zerohvd.torch.optimizer.zero_optimizer import ZeroOptimizer  # noqa: E402
 from zerohvd.torch.optimizer.zeroify import zeroify  # noqa: E402
 from zerohvd.torch.report import communication_report, memory_report  # noqa: E402
 from zerohvd.torch.stage3.deferred import deferred_init  # noqa: E402
 from zerohvd.torch.stage3.gathered import gathered  # noqa: E402
+
+elastic.register()
 
 __all__ = [
     "CheckpointError",
@@ -47,6 +51,7 @@ __all__ = [
     "DisagreementError",
     "DistributedOptimizer",
     "DistributedSampler",
+    "GradScaler",
     "NonFiniteError",
     "ShardedStateError",
     "ZeroError",

@@ -10,8 +10,7 @@ import torch
 from zerohvd.communication.log import CommunicationReport
 from zerohvd.memory import MemoryReport
 from zerohvd.torch.optimizer.zero_optimizer import ZeroOptimizer
-from zerohvd.torch.pages import POOL
-from zerohvd.torch.stage3.storage import UnitFlats
+from zerohvd.torch.params.owned import units_of
 
 
 def memory_report(opt: ZeroOptimizer) -> MemoryReport:
@@ -22,9 +21,9 @@ def memory_report(opt: ZeroOptimizer) -> MemoryReport:
     params = _bytes(_params(opt), seen)
     masters = [m for s in opt.sections for m in s.masters if m is not None]
     master = _bytes(_in_memory(opt, masters), seen)
-    scratch = _bytes((t for s in opt.sections for t in s.reducer.scratch()), seen)
     held = [t for s in opt.sections for t in s.reducer.gradients()]
     grads = _bytes([*held, *(p.grad for p in opt.all_params() if p.grad is not None)], seen)
+    scratch = _bytes((t for s in opt.sections for t in s.reducer.scratch()), seen)
     return MemoryReport(
         params=params,
         grads=grads,
@@ -51,16 +50,16 @@ def _params(opt: ZeroOptimizer) -> Iterable[torch.Tensor]:
     units = [] if opt.units is None else opt.units.all
     flats += [part for unit in units for part in unit.parts]
     for flat in flats:
-        yield from flat.shards if isinstance(flat, UnitFlats) else flat.flats
-    yield from (p for p in opt.all_params() if getattr(p, "_zerohvd_units", None) is None)
+        yield from flat.held()
+    yield from (p for p in opt.all_params() if units_of(p) is None)
 
 
 def _gathered(opt: ZeroOptimizer) -> int:
-    """What is there of units, and what they have left for each other to use."""
+    """Bytes of gathered units."""
     if opt.units is None:
         return 0
     parts = (part for unit in opt.units.all for part in unit.parts)
-    return sum(part.gathered_nbytes for part in parts) + POOL.nbytes
+    return sum(part.gathered_nbytes for part in parts)
 
 
 def _check(opt: Any) -> None:

@@ -8,11 +8,11 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from zerohvd import numerics
 from zerohvd.config import MIB, STAGES
 from zerohvd.layout import DTYPE_BYTES, Layout
 
 KEYS = ("params", "grads", "optimizer", "master", "buffers", "total")
-_NARROW = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 # What each stage cuts into shards; None is plain Horovod.
 _SHARDED: Mapping[int | None, tuple[str, ...]] = {
@@ -150,7 +150,7 @@ class _Cost(NamedTuple):
 def _cost(
     dtype: str, master_dtype: str | None, grad_dtype: str | None, state_per_param: int
 ) -> _Cost:
-    updated = master_dtype or ("float32" if dtype in _NARROW else dtype)
+    updated = numerics.master_dtype(dtype, master_dtype)
     return _Cost(
         params=DTYPE_BYTES[dtype],
         grads=DTYPE_BYTES[grad_dtype or dtype],

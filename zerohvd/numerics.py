@@ -1,9 +1,22 @@
-"""Numbers that all ranks must compute alike: divide factors, norms, clipping, loss scale."""
+"""Numbers that all ranks must compute alike: dtypes, divide factors, norms, clipping."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+
+_NARROW = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+
+
+def master_dtype(param_dtype: str, configured: str | None = None) -> str:
+    """The dtype that the optimizer updates parameters of `param_dtype` in.
+
+    Narrow floats are updated in float32 unless configured otherwise: an update that is small
+    against its parameter would be rounded away.
+    """
+    if configured is not None:
+        return configured
+    return "float32" if param_dtype in _NARROW else param_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,26 +70,3 @@ def clip_factor(norm: float, max_norm: float) -> float:
     if not math.isfinite(norm):
         return 1.0
     return min(1.0, max_norm / (norm + 1e-6))
-
-
-@dataclasses.dataclass(frozen=True)
-class LossScale:
-    """Dynamic loss scaling: a value that all ranks change alike, given the agreed overflow."""
-
-    scale: float = 2.0**16
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-    good_steps: int = 0
-
-    def update(self, overflow: bool) -> LossScale:
-        """The scale for the next step."""
-        if overflow:
-            scale = max(self.scale * self.backoff_factor, 2.0**-24)
-            return dataclasses.replace(self, scale=scale, good_steps=0)
-        if self.good_steps + 1 < self.growth_interval:
-            return dataclasses.replace(self, good_steps=self.good_steps + 1)
-        grown = self.scale * self.growth_factor
-        return dataclasses.replace(
-            self, scale=grown if math.isfinite(grown) else self.scale, good_steps=0
-        )

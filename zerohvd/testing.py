@@ -3,18 +3,22 @@
     world = ThreadWorld(4)
     sums = world.run(lambda collectives: collectives.allreduce(np.ones(3)))
 
-Ranks are threads that exchange numpy arrays. What would hang a real job (ranks that make different
-calls, a rank that stays away) raises here, and says which rank and which call.
+Ranks are threads that exchange numpy arrays. Blocking collectives meet in the order of the calls;
+those that are started now and waited for later meet by name, as in Horovod. What would hang a real
+job (ranks that make different calls, a rank that stays away) raises here, and says which rank and
+which call.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from zerohvd.communication.collectives import NumpyCollectives
+import numpy as np
+
+from zerohvd.communication.collectives import Array, NumpyCollectives, check_op
 from zerohvd.communication.log import CommLog
 from zerohvd.errors import ZeroError
 
@@ -35,13 +39,18 @@ class ThreadWorld:
     Args:
         size: Number of ranks.
         timeout: Seconds a rank waits in a collective for the others.
+        delay: Seconds that a collective found by name takes once all ranks have started it, given
+            its name: a slow link.
     """
 
-    def __init__(self, size: int, timeout: float = 60.0) -> None:
+    def __init__(
+        self, size: int, timeout: float = 60.0, delay: Callable[[str], float] | None = None
+    ) -> None:
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}")
         self.size = size
         self.timeout = timeout
+        self.delay = delay or (lambda name: 0.0)
 
     def run(self, fn: Callable[..., T], *args: Any) -> list[T]:
         """Call `fn(collectives, *args)` on every rank.
@@ -55,7 +64,7 @@ class ThreadWorld:
             TimeoutError: A rank did not come to a collective in which others waited.
             MismatchedCallsError: The ranks met in different collectives.
         """
-        meeting = _Meeting(self.size, self.timeout)
+        meeting = _Meeting(self.size, self.timeout, self.delay)
         results: dict[int, T] = {}
         failures: dict[int, BaseException] = {}
 
@@ -105,6 +114,53 @@ class ThreadCollectives(NumpyCollectives):
     def _exchange(self, parts: list[bytes], call: str) -> list[bytes]:
         return self._meeting.exchange(self.rank, parts, call)
 
+    def allreduce_start(self, x: Array, op: str = "sum", *, name: str) -> ThreadHandle:
+        """Combine in place: `x` holds the result once the handle has been waited for."""
+        check_op(op)
+        self.log.add(name, "allreduce", x.dtype.name, x.size, x.nbytes)
+        call = f"allreduce {name!r} ({op} of {x.dtype.name} {x.shape})"
+
+        def combine(parts: list[Array]) -> Array:
+            return self._reduce(parts, op, x.dtype)
+
+        return self._start(name, call, x, x, combine)
+
+    def gather_into(
+        self, out: Array, own: Array, lengths: Sequence[int], *, name: str
+    ) -> ThreadHandle:
+        """Allgather `own`, this rank's part, into `out`; part r of it is `lengths[r]` long."""
+        if len(own) != lengths[self.rank] or len(out) != sum(lengths):
+            raise ValueError(f"{name!r}: {len(own)} of {len(out)} elements are not {lengths}")
+        moved = own.nbytes * (self.size - 1)
+        self.log.add(name, "allgather", out.dtype.name, out.size, out.nbytes, moved=moved)
+        call = f"allgather {name!r} ({out.dtype.name}, lengths {list(lengths)})"
+        return self._start(name, call, own, out, np.concatenate)
+
+    def _start(
+        self, name: str, call: str, x: Array, out: Array, combine: Callable[[list[Array]], Array]
+    ) -> ThreadHandle:
+        named = self._meeting.start(self.rank, name, call, x.copy(), combine)
+        return ThreadHandle(self._meeting, named, out)
+
+
+class ThreadHandle:
+    """A collective of a ThreadWorld in flight."""
+
+    def __init__(self, meeting: _Meeting, named: _Named, out: Array) -> None:
+        self._meeting, self._named = meeting, named
+        self._out: Array | None = out
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._meeting.is_over(self._named)
+
+    def wait(self) -> None:
+        """Wait until all ranks have started it; then the output holds the result."""
+        if self._out is not None:
+            result = self._meeting.result_of(self._named)
+            out, self._out = self._out, None
+            out[...] = result
+
 
 class _Round:
     """One exchange: what each rank calls it and brings to it."""
@@ -115,19 +171,32 @@ class _Round:
         self.complete = False
 
 
+class _Named:
+    """One collective that ranks find by name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.calls: dict[int, str] = {}
+        self.parts: dict[int, Array] = {}
+        self.result: Array | None = None
+        self.ready_at = float("inf")  # time.monotonic() from which on it is complete
+
+
 class _Meeting:
-    """Where the ranks exchange bytes, round by round.
+    """Where the ranks exchange bytes, round by round, and arrays, by name.
 
     Every rank keeps the round it came to, and the last to arrive opens the next one: nobody needs
     to wait for slow readers.
     """
 
-    def __init__(self, size: int, timeout: float) -> None:
+    def __init__(self, size: int, timeout: float, delay: Callable[[str], float]) -> None:
         self.size = size
         self.failed = threading.Event()
         self._timeout = timeout
+        self._delay = delay
         self._changed = threading.Condition()
         self._round = _Round()
+        self._named: dict[str, _Named] = {}  # those that not all ranks have started
         self._left: set[int] = set()  # ranks that have returned: they never come again
         self._reason = ""
 
@@ -154,6 +223,49 @@ class _Meeting:
                 raise TimeoutError(self._say_missing(current))
             self._changed.wait(deadline - time.monotonic())
 
+    def start(
+        self,
+        rank: int,
+        name: str,
+        call: str,
+        part: Array,
+        combine: Callable[[list[Array]], Array],
+    ) -> _Named:
+        """Start a collective; the last rank to do so computes the result for all."""
+        with self._changed:
+            self._check_alive()
+            named = self._named.setdefault(name, _Named(name))
+            if rank in named.calls:
+                raise ValueError(f"rank {rank} has {name!r} in flight already")
+            named.calls[rank], named.parts[rank] = call, part
+            if len(named.calls) == self.size:
+                del self._named[name]
+                if len(set(named.calls.values())) == 1:
+                    named.result = combine([named.parts[r] for r in range(self.size)])
+                named.parts.clear()
+                named.ready_at = time.monotonic() + self._delay(name)
+                self._changed.notify_all()
+        return named
+
+    def is_over(self, named: _Named) -> bool:
+        """Whether it is complete, or never will be."""
+        if time.monotonic() >= named.ready_at or self.failed.is_set():
+            return True
+        return bool(self._left - set(named.calls))
+
+    def result_of(self, named: _Named) -> Array:
+        deadline = time.monotonic() + self._timeout
+        with self._changed:
+            while len(named.calls) < self.size:
+                self._check_alive()
+                if self._left - set(named.calls) or time.monotonic() >= deadline:
+                    raise TimeoutError(self._say_missing(named))
+                self._changed.wait(deadline - time.monotonic())
+        time.sleep(max(0.0, named.ready_at - time.monotonic()))
+        if named.result is None:
+            raise MismatchedCallsError(_say_mismatch(named.calls))
+        return named.result
+
     def leave(self, rank: int) -> None:
         """`rank` has returned."""
         with self._changed:
@@ -173,7 +285,7 @@ class _Meeting:
         if self.failed.is_set():
             raise ReleasedError(self._reason)
 
-    def _say_missing(self, current: _Round) -> str:
+    def _say_missing(self, current: _Round | _Named) -> str:
         missing = sorted(set(range(self.size)) - set(current.calls))
         gone = sorted(self._left)
         how = f"ranks {gone} have returned" if gone else f"waited {self._timeout:g} s"

@@ -278,7 +278,7 @@ def test_the_first_ranks_keep_one_row_more(rows, size):
 
 def test_horovod_collectives_want_a_horovod_module():
     with pytest.raises(TypeError, match=r"expected the module horovod.torch or"):
-        HorovodCollectives(np)
+        HorovodCollectives(np, np)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerohvd.numerics import (
-    LossScale,
     check_norm_type,
     clip_factor,
     divide_factors,
     finish_norm,
+    master_dtype,
 )
 
 shards_of_floats = st.lists(
@@ -90,24 +90,17 @@ def test_norm_types_that_do_not(norm_type):
         check_norm_type(norm_type)
 
 
-def test_the_loss_scale_halves_on_overflow_and_doubles_after_enough_good_steps():
-    scale = LossScale(scale=8.0, growth_interval=3)
-    scale = scale.update(overflow=True)
-    assert (scale.scale, scale.good_steps) == (4.0, 0)
-    scale = scale.update(overflow=False).update(overflow=False)
-    assert (scale.scale, scale.good_steps) == (4.0, 2)
-    scale = scale.update(overflow=False)
-    assert (scale.scale, scale.good_steps) == (8.0, 0)
-
-
-def test_an_overflow_starts_the_count_of_good_steps_anew():
-    scale = LossScale(scale=8.0, growth_interval=2).update(overflow=False).update(overflow=True)
-    assert scale.update(overflow=False).scale == 4.0
-
-
-@given(st.lists(st.booleans(), max_size=300), st.integers(1, 3))
-def test_the_loss_scale_stays_finite_and_above_zero(overflows, interval):
-    scale = LossScale(scale=2.0**120, growth_factor=2.0**100, growth_interval=interval)
-    for overflow in overflows:
-        scale = scale.update(overflow)
-        assert 0 < scale.scale < math.inf
+@pytest.mark.parametrize(
+    ("param", "configured", "expected"),
+    [
+        ("float16", None, "float32"),
+        ("bfloat16", None, "float32"),
+        ("float8_e5m2", None, "float32"),
+        ("float32", None, "float32"),
+        ("float64", None, "float64"),
+        ("bfloat16", "bfloat16", "bfloat16"),
+        ("float32", "float64", "float64"),
+    ],
+)
+def test_the_master_dtype(param, configured, expected):
+    assert master_dtype(param, configured) == expected

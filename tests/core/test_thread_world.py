@@ -133,3 +133,84 @@ def test_a_released_rank_learns_why():
 def test_a_world_needs_a_rank():
     with pytest.raises(ValueError, match="size must be at least 1"):
         ThreadWorld(0)
+
+
+# -- collectives that are found by name -----------------------------------------------------------
+
+
+def test_ranks_may_start_named_collectives_in_any_order():
+    def steps(c):
+        names = [f"n{i}" for i in range(8)]
+        arrays = {name: np.full(3, float(c.rank)) for name in names}
+        order = names if c.rank % 2 else names[::-1]
+        handles = [c.allreduce_start(arrays[name], name=name) for name in order]
+        for handle in reversed(handles):
+            handle.wait()
+            handle.wait()  # again: nothing happens
+        return {float(x) for a in arrays.values() for x in a}
+
+    assert ThreadWorld(128).run(steps) == [{sum(range(128))}] * 128
+
+
+def test_a_named_gather_fills_its_output():
+    def gather(c):
+        out, lengths = np.zeros(3), [1, 2]
+        own = np.full(lengths[c.rank], 1.0 + c.rank)
+        c.gather_into(out, own, lengths, name="g").wait()
+        return out.tolist()
+
+    assert ThreadWorld(2).run(gather) == [[1.0, 2.0, 2.0]] * 2
+
+
+def test_a_handle_is_done_when_all_ranks_have_started_it_and_the_delay_is_over():
+    def late(c):
+        if c.rank:
+            time.sleep(0.1)
+        start = time.monotonic()
+        handle = c.allreduce_start(np.ones(1), "max", name="slow")
+        while not handle.done():
+            time.sleep(1e-3)
+        return time.monotonic() - start
+
+    early, last = ThreadWorld(2, delay=lambda name: 0.2 if name == "slow" else 0).run(late)
+    assert early >= 0.28 and 0.2 <= last < 0.29
+
+
+def test_one_name_twice_in_flight_is_an_error():
+    def twice(c):
+        if c.rank == 0:
+            c.allreduce_start(np.ones(1), name="x")
+            with pytest.raises(ValueError, match="rank 0 has 'x' in flight already"):
+                c.allreduce_start(np.ones(1), name="x")
+        c.barrier()
+
+    ThreadWorld(2).run(twice)
+
+
+def test_a_name_may_be_used_again_before_everyone_has_waited():
+    def again(c):
+        first, second = np.ones(1), np.full(1, 2.0)
+        handle = c.allreduce_start(first, name="x")
+        c.barrier()
+        c.allreduce_start(second, name="x").wait()
+        handle.wait()
+        return first[0], second[0]
+
+    assert ThreadWorld(3).run(again) == [(3.0, 6.0)] * 3
+
+
+def test_different_collectives_under_one_name():
+    def differ(c):
+        c.allreduce_start(np.ones(1 + c.rank), name="x").wait()
+
+    with pytest.raises(MismatchedCallsError, match=r"sum of float64 \(2,\)"):
+        ThreadWorld(2).run(differ)
+
+
+def test_a_rank_that_returns_without_starting_a_named_collective():
+    def leave(c):
+        if c.rank:
+            c.allreduce_start(np.ones(1), name="x").wait()
+
+    with pytest.raises(TimeoutError, match=r"ranks \[0\] did not come to allreduce 'x'"):
+        ThreadWorld(2).run(leave)

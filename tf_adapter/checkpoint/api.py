@@ -14,12 +14,13 @@ from zerohvd.checkpoint import save as save_planned
 from zerohvd.checkpoint.format import absolute
 from zerohvd.checkpoint.loading import read_together, states, training_step
 from zerohvd.checkpoint.managing import CheckpointManager as _CheckpointManager
+from zerohvd.communication.rendezvous import Call
 from zerohvd.keras.checkpoint import storing
 from zerohvd.keras.checkpoint.holdings import Holdings
 from zerohvd.keras.checkpoint.plain_files import open_weights
 from zerohvd.keras.checkpoint.restoring import Plan
-from zerohvd.keras.fit.patches import ranks_of, unwrap
 from zerohvd.keras.optimizer import entry
+from zerohvd.keras.optimizer.distributed import ranks_of, unwrap
 
 
 def save(
@@ -61,7 +62,7 @@ def prepare_save(
     optimizer = _optimizer(model, opt, "zero.save")
     if optimizer is not None:
         optimizer.build_loaded()
-    ranks = _meet(model, optimizer, entry.SAVE)
+    ranks = _meet(model, optimizer, Call.SAVE)
     made: list[Holdings] = []
 
     def look() -> dict[str, int]:
@@ -119,7 +120,7 @@ def load(
     if optimizer is not None and optimizer.step is None:
         around = model.optimizer if unwrap(getattr(model, "optimizer", None)) else optimizer
         around.build(model.trainable_variables)
-    ranks = _meet(model, optimizer, entry.LOAD)
+    ranks = _meet(model, optimizer, Call.LOAD)
     loading: list[_Loading] = []
 
     def read() -> str:
@@ -179,11 +180,11 @@ class _Loading:
         return self._state.get("extra")
 
 
-def _meet(model: Any, optimizer: Any, doing: int) -> Any:
+def _meet(model: Any, optimizer: Any, call: Call) -> Any:
     """All ranks come to the same call; returns them."""
     if optimizer is None or optimizer.step is None:
         return ranks_of(model)
-    entry.meet(optimizer.step, doing)
+    entry.meet(optimizer.step, call)
     return optimizer.step.wire.eager
 
 
@@ -207,4 +208,4 @@ class CheckpointManager(_CheckpointManager):
 
     def _join(self, model: Any, opt: Any) -> Any:
         optimizer = _optimizer(model, opt, "CheckpointManager")
-        return _meet(model, optimizer, entry.LOAD)
+        return _meet(model, optimizer, Call.LOAD)

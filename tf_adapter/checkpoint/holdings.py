@@ -8,42 +8,20 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.saving import saving_lib
 
-from zerohvd.keras.fit.patches import unwrap
+from zerohvd.keras import compat
 from zerohvd.keras.optimizer import state
+from zerohvd.keras.optimizer.distributed import unwrap
 from zerohvd.keras.params.pieces import tf_variable, variable_path
-
-
-class _Places(saving_lib.H5IOStore):
-    """Stands in for a .weights.h5 file, and notes where Keras would put each variable."""
-
-    def __init__(self) -> None:
-        self.of: dict[Any, str] = {}
-        self._path = ""
-
-    def __bool__(self) -> bool:
-        return True
-
-    def make(self, path: str, metadata: Any = None) -> _Places:
-        self._path = path
-        return self
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if isinstance(value, (keras.Variable, tf.Variable)):
-            inside = f"{self._path}/vars/{key}" if self._path else f"vars/{key}"
-            self.of[tf_variable(value).ref()] = inside
 
 
 def places(model: Any) -> dict[Any, str]:
     """Variable (by reference) -> its place in a .weights.h5 file, which does not depend on the
     names that Keras gives to layers one after the other."""
-    store = _Places()
     # The optimizer keeps its own state, and must not be asked for it here.
     around = getattr(model, "optimizer", None)  # a model that was not compiled has none
-    skipped = {id(part) for part in (around, unwrap(around)) if part is not None}
-    saving_lib._save_state(model, store, None, "", skipped)
-    return store.of
+    skip = [part for part in (around, unwrap(around)) if part is not None]
+    return compat.weights_places(model, skip)
 
 
 class Holdings:
@@ -100,7 +78,7 @@ class Holdings:
     def scalars(self) -> dict[str, Any]:
         if self.optimizer is None:
             return {}
-        found = {k.removeprefix("scalar:"): v for k, v in state._scalars(self.optimizer).items()}
+        found = {k.removeprefix("scalar:"): v for k, v in state.scalars(self.optimizer).items()}
         around = getattr(self.model, "optimizer", None)
         if around is not self.optimizer and around is not None:  # a LossScaleOptimizer
             for attribute, value in sorted(vars(around).items()):

@@ -18,9 +18,8 @@ from zerohvd.checkpoint.loading import OWN, refuse_names
 from zerohvd.keras.checkpoint.holdings import Holdings
 from zerohvd.keras.checkpoint.storing import BUFFER, LOCAL, MASTER, PARAM, STATE, SUMS, own_name
 from zerohvd.keras.optimizer import state
-from zerohvd.keras.params import buffers
 from zerohvd.keras.params.pieces import PieceVariable
-from zerohvd.layout import Span
+from zerohvd.layout import Bucket, Span
 
 
 class _Item:
@@ -175,8 +174,8 @@ class Plan:
     def optimizer(self, scalars: Mapping[str, Any], kind: str) -> None:
         """Slots, accumulated gradients, and what all ranks hold alike."""
         inner = self.held.optimizer.inner_optimizer
-        for slot in state._slots(self.held.optimizer):
-            attribute = slot.key.split(":")[1]
+        for slot in state.slots(self.held.optimizer):
+            attribute = slot.kind
             if attribute == "master":
                 continue
             info = self._find(f"{STATE}{attribute}", slot.piece.spec.name)
@@ -247,15 +246,15 @@ class Plan:
             item.apply()
         if self.held.optimizer is not None:
             step = self.held.optimizer.step
-            steps_were_eager = step.wire.plan.eager
-            step.wire.new_plan().eager = steps_were_eager
-            assembled = buffers.Assembly(step.layout, step.natives)
-            for bucket in step.layout.buckets:
+
+            def prepare(bucket: Bucket) -> None:
                 for piece in step.pieces_in(bucket):
                     piece.load()  # what the checkpoint lacks stays as it is
                 for item in self.buckets.get(bucket.index, ()):
                     item.apply()
-                step.gather(bucket, assembled)
+
+            step.wire.new_traffic()
+            step.assign_all(prepare)
         for variable, value in self._scalars:
             variable.assign(value)
 

@@ -8,11 +8,11 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.common import global_state
 
 from zerohvd.checkpoint import Array, Content, Entry, encode, loading, share_out, whole
 from zerohvd.checkpoint.loading import OWN, SHARED
 from zerohvd.errors import ShardedStateError
+from zerohvd.keras import compat
 from zerohvd.keras.checkpoint.holdings import Holdings
 from zerohvd.keras.optimizer import state
 from zerohvd.keras.params.pieces import PieceVariable
@@ -97,8 +97,8 @@ def _pieces(optimizer: Any) -> Iterator[Entry]:
             Span(*piece.piece.param_span),
             lambda p=piece: _raw(p.read()),
         )
-    for slot in state._slots(optimizer):
-        attribute = slot.key.split(":")[1]
+    for slot in state.slots(optimizer):
+        attribute = slot.kind
         kind = MASTER if attribute == "master" else f"{STATE}{attribute}"
         yield _slot(kind, slot.piece, slot.variable)
 
@@ -191,19 +191,15 @@ def to_array(value: Any) -> Array | None:
 # -- random number generators ----------------------------------------------------------------------
 
 
-def _global_seed() -> Any:
-    return global_state.get_global_attribute("global_seed_generator")
-
-
 def generators() -> dict[str, Any]:
     """The states of the generators that a training script draws from; layers keep their own."""
     found = loading.generators()
-    if _global_seed() is not None:
-        found["keras"] = np.asarray(_global_seed().state)
+    if compat.global_seed() is not None:
+        found["keras"] = np.asarray(compat.global_seed().state)
     return found
 
 
 def restore_generators(stored: Mapping[str, Any]) -> None:
     loading.restore_generators(stored)
-    if "keras" in stored and _global_seed() is not None:
-        _global_seed().state.assign(stored["keras"])
+    if "keras" in stored and compat.global_seed() is not None:
+        compat.global_seed().state.assign(stored["keras"])

@@ -7,8 +7,8 @@ from typing import Any
 
 from zerohvd.communication.collectives import Collectives
 from zerohvd.errors import ZeroError
-from zerohvd.keras.fit.patches import ranks_of, unwrap
 from zerohvd.keras.optimizer import state
+from zerohvd.keras.optimizer.distributed import optimizer_of, ranks_of
 
 
 def save_model(model: Any, filepath: Any, *, root: int = 0, **options: Any) -> None:
@@ -23,7 +23,7 @@ def save_model(model: Any, filepath: Any, *, root: int = 0, **options: Any) -> N
         root: The rank that writes.
         **options: Passed on to `model.save`.
     """
-    optimizer = unwrap(getattr(model, "optimizer", None))
+    optimizer = optimizer_of(model)
     whole = None
     if optimizer is not None and optimizer.step is not None:
         whole = state.whole_state(optimizer, root)

@@ -7,51 +7,65 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+# dtypes that are summed in float32: 16 bits would round after every rank.
+NARROW = (tf.float16, tf.bfloat16)
 
-def dtype_name(x) -> str:
-    return x.dtype.base_dtype.name
+
+def dtype_name(x: Any) -> str:
+    return str(x.dtype.base_dtype.name)
 
 
-def numel(x) -> int:
+def numel(x: Any) -> int:
     if x.shape.is_fully_defined():
         return math.prod(x.shape)
     raise ValueError(f"expected a tensor of static shape, got {x.shape} for {x!r}")
 
 
-def itemsize(x) -> int:
-    return x.dtype.base_dtype.size
+def itemsize(x: Any) -> int:
+    return int(x.dtype.base_dtype.size)
 
 
-def bits(x):
-    """A 16-bit float as integers, bit by bit: Horovod moves those but not bfloat16."""
+def nbytes(x: Any) -> int:
+    """Bytes of a tensor, a tf.Variable or a keras.Variable."""
+    return math.prod(x.shape) * int(tf.as_dtype(x.dtype).size)
+
+
+def bits(x: Any) -> Any:
+    """A bfloat16 tensor as int16, bit by bit: Horovod moves integers but not bfloat16."""
     return tf.bitcast(x, tf.int16)
 
 
-def unbits(x):
+def unbits(x: Any) -> Any:
     return tf.bitcast(x, tf.bfloat16)
 
 
-def float32(x):
+def float32(x: Any) -> Any:
     return tf.cast(x, tf.float32)
 
 
-def bfloat16(x):
+def bfloat16(x: Any) -> Any:
     return tf.cast(x, tf.bfloat16)
 
 
-def flatten(x):
+def widen(x: Any) -> Any:
+    """16-bit floats as float32; anything else as it is."""
+    return float32(x) if x.dtype in NARROW else x
+
+
+def flatten(x: Any) -> Any:
     return tf.reshape(x, [-1])
 
 
-def reshape_like(x, like):
+def reshape_like(x: Any, like: Any) -> Any:
     return tf.reshape(x, like.shape if like.shape.is_fully_defined() else tf.shape(like))
 
 
-def sum_parts(x, n: int):
+def sum_parts(x: Any, n: int) -> Any:
     """The sum of the `n` equal parts that `x` is a concatenation of, added in their order."""
     # Slices share memory where tf.split copies; add_n's order is not documented, a chain's is.
     length = x.shape[0] // n  # rows: x may have more dimensions
@@ -61,13 +75,14 @@ def sum_parts(x, n: int):
     return total
 
 
-def splits(seq: Sequence[int]):
+def splits(seq: Sequence[int]) -> Any:
     return tf.constant(list(seq), tf.int32)
 
 
-def from_numpy(x: np.ndarray):
+def from_numpy(x: np.ndarray[Any, Any]) -> Any:
     return tf.convert_to_tensor(x)
 
 
-def to_numpy(x) -> np.ndarray:
-    return x.numpy() if tf.is_tensor(x) or isinstance(x, tf.Variable) else np.asarray(x)
+def to_numpy(x: Any) -> np.ndarray[Any, Any]:
+    found = x.numpy() if tf.is_tensor(x) or isinstance(x, tf.Variable) else x
+    return np.asarray(found)

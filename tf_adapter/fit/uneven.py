@@ -1,13 +1,13 @@
-"""Batches that do not divide evenly: `fit` counts each rank by the samples it has.
+"""Batches that do not divide evenly: `fit` weights each rank by the samples it has.
 
-`shard_dataset` leaves its mark on a dataset whose parts may differ in size. `fit` and `evaluate`
-find the mark, and wrap the model's steps for as long as they run:
+`shard_dataset` marks a dataset whose parts may differ in size. `fit` and `evaluate` find the mark,
+and wrap the model's steps for as long as they run:
 
-- the gradients of a training step count by the number of samples, as `zero.weight` says it;
-- a rank without samples, which models cannot average over, runs a stand-in that leaves no trace:
-  its gradients are zeros, and metrics and statistics stay as they were.
+- the gradients of a training step are weighted by the number of samples, as by `zero.weight`;
+- a rank without samples, over which a model cannot average, runs the step on one row of zeros; its
+  gradients become zeros, and metrics and statistics are restored.
 
-Samples carry no weights for that, so every metric counts them as plain Keras does.
+Samples get no `sample_weight` for that, so every metric counts them as plain Keras does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from zerohvd.communication.rendezvous import Call
+from zerohvd.keras import compat
 from zerohvd.keras.optimizer import entry, weighting
+from zerohvd.keras.optimizer.distributed import optimizer_of
 
 # Dataset -> how many samples make a weight of 1.
 _marked: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
@@ -31,58 +34,44 @@ _TRACED = {"train_step": "train_function", "test_step": "test_function"}
 
 
 def mark(dataset: tf.data.Dataset, usual: float) -> tf.data.Dataset:
-    """Have `fit` count the batches of `dataset`, and of what is made of it.
+    """Have `fit` count the samples in batches of `dataset`, and of datasets made from it.
 
-    Args:
-        dataset: This rank's part.
-        usual: How many samples a rank usually has in a batch, the same on all ranks: so many make
-            a weight of exactly 1, which changes no gradient.
+    `usual` is how many samples a rank usually has in a batch, the same on all ranks: their weight
+    is exactly 1, which changes no gradient.
     """
     _marked[dataset] = usual
     return dataset
 
 
 def usual_count(data: Any) -> float | None:
-    """What `data` was marked with, or what it was made of by repeat, prefetch and the like."""
+    """What `data` was marked with, or what it was made from by repeat, prefetch and the like."""
     if not isinstance(data, tf.data.Dataset):
         return None
-    found = (usual_count(d) for d in data._inputs())
+    found = (usual_count(d) for d in compat.dataset_inputs(data))
     return _marked.get(data) or next((f for f in found if f is not None), None)
 
 
-def wrap(original: Callable[..., Any], step: str, unwrap: Callable[[Any], Any]) -> Any:
-    """`fit` or `evaluate` with the model's `step` counting the samples where the data asks for it.
-
-    Args:
-        original: The method.
-        step: "train_step" or "test_step".
-        unwrap: Gives the DistributedOptimizer that an optimizer is or wraps, or None.
-    """
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind_partial(self, *args, **kwargs).arguments
-        optimizer = unwrap(getattr(self, "optimizer", None))
-        usual = usual_count(given.get("x")) if optimizer is not None else None
-        # In the first step ranks compare it anyway; later those that count would wait for ever.
-        if step == "train_step" and optimizer is not None and optimizer.step is not None:
-            entry.meet(optimizer.step, entry.FIT if usual is None else entry.FIT_COUNTED)
-        if usual is None:
-            return original(self, *args, **kwargs)
-        with _counting(self, step, usual):
-            return original(self, *args, **kwargs)
-
-    return method
+def run(step: str, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run `fit` ("train_step") or `evaluate` ("test_step"), counting samples if data is marked."""
+    given = inspect.signature(original).bind_partial(model, *args, **kwargs).arguments
+    optimizer = optimizer_of(model)
+    usual = usual_count(given.get("x")) if optimizer is not None else None
+    # In the first step ranks compare it anyway; later those that count would wait for ever.
+    if step == "train_step" and optimizer is not None and optimizer.step is not None:
+        entry.meet(optimizer.step, Call.FIT if usual is None else Call.FIT_COUNTED)
+    if usual is None:
+        return original(model, *args, **kwargs)
+    with _counting(model, step, usual):
+        return original(model, *args, **kwargs)
 
 
 @contextlib.contextmanager
 def _counting(model: Any, step: str, usual: float) -> Iterator[None]:
-    """Put a step that counts, and what was traced of it before, in the place of the model's."""
+    """Replace the model's step by one that counts samples, and its traced function likewise."""
     traced, counted = _TRACED[step], f"_zero_counted_{step}"
     plain, plain_traced = getattr(model, step), getattr(model, traced)
-    own = model.__dict__.get(step)  # if somebody has put a step there before
-    # Not by setattr: Keras would look for variables in what it is given.
+    own = model.__dict__.get(step)  # a step that the user has set on the instance
+    # Not by setattr: Keras would track variables in what it is given.
     place = model.__dict__
     setattr(model, traced, place.get(counted))
     place[step] = functools.partial(_step, model, plain, usual if step == "train_step" else None)
@@ -98,7 +87,7 @@ def _counting(model: Any, step: str, usual: float) -> Iterator[None]:
 
 
 def forget(model: Any) -> None:
-    """Drop what was traced: the model has been compiled anew."""
+    """Drop traced functions: the model has been compiled again."""
     for step in _TRACED:
         model.__dict__.pop(f"_zero_counted_{step}", None)
 
@@ -122,8 +111,7 @@ def _losses_counted(model: Any, count: Any) -> Iterator[None]:
     original = keras.metrics.Mean.update_state
 
     def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
-        losses = getattr(getattr(model, "_compile_loss", None), "metrics", None) or []
-        if sample_weight is None and any(self is m for m in losses):
+        if sample_weight is None and any(self is m for m in compat.output_losses(model)):
             sample_weight = count
         return original(self, values, sample_weight)
 
@@ -142,7 +130,7 @@ def _count(data: Any) -> Any:
 
 
 def _without_trace(model: Any, step: Callable[[Any], Any], data: Any, count: Any) -> Any:
-    """Run the step; without samples on a stand-in, and with all other state as it was."""
+    """Run the step; without samples on a row of zeros, restoring all other state after it."""
     state = {id(v): v for v in (*model.non_trainable_variables, *model.metrics_variables)}
     before = [tf.convert_to_tensor(v.value) for v in state.values()]
     result = step(tf.nest.map_structure(lambda t: _stand_in(t, count), data))
@@ -158,7 +146,7 @@ def _without_trace(model: Any, step: Callable[[Any], Any], data: Any, count: Any
     tf.cond(count > 0, lambda: tf.constant(False), restore)
     if not isinstance(result, dict):
         return result
-    # The stand-in is in the metrics that the step has returned.
+    # The row of zeros is in the metrics that the step has returned.
     now = {k: v for k, v in model.get_metrics_result().items() if k in result}
     return {**result, **{k: _either(count, result[k], v) for k, v in now.items()}}
 

@@ -1,7 +1,7 @@
-"""Gradients of embeddings: rows travel instead of tables where that is less.
+"""Gradients of embedding tables (tf.IndexedSlices): sent as rows where that is fewer bytes.
 
-How many rows a rank has is only known when the step runs, and differs between ranks. They add
-them up and compare the sum with the table, so that all of them choose the same way.
+How many rows a rank has is only known when the step runs, and differs between ranks. So the ranks
+agree on the sum, and all of them take the same branch.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from zerohvd.keras.communication import arrays
 from zerohvd.keras.communication.wire import Wire
 from zerohvd.layout import Bucket, ParamSpec, Span
 
 
 class Rows(NamedTuple):
-    """A gradient as rows of a table; unlike tf.IndexedSlices, it knows the table's shape."""
+    """A gradient as rows of a table; unlike tf.IndexedSlices, with a static shape."""
 
     values: Any
     indices: Any
@@ -28,6 +29,11 @@ class Rows(NamedTuple):
 
     def dense(self) -> Any:
         return tf.math.unsorted_segment_sum(self.values, self.indices, self.shape[0])
+
+
+def dense(grad: Any) -> Any:
+    """A gradient as one tensor."""
+    return grad.dense() if isinstance(grad, Rows) else grad
 
 
 def rows_of(grad: Any, shape: Any) -> Any:
@@ -46,35 +52,27 @@ def applies(bucket: Bucket, spec: ParamSpec, grad: Any) -> bool:
 
 
 def reduce(
-    wire: Wire,
-    name: str,
-    grad: Rows,
-    span: Span | None,
-    dense: Callable[[], list[Any]],
+    wire: Wire, name: str, grad: Rows, span: Span | None, as_table: Callable[[], list[Any]]
 ) -> list[Any]:
     """The sum over the ranks of what this rank owns of the gradient, 1-D.
 
-    Args:
-        wire: The ranks.
-        name: Of the operations.
-        grad: This rank's rows.
-        span: What this rank owns of the flattened variable; None: nothing.
-        dense: Reduces the gradient as a table.
+    `span` is what it owns of the flattened variable, None if nothing; `as_table` reduces the dense
+    gradient instead.
     """
     if wire.size == 1:
-        return dense()
+        return as_table()
     rows = tf.shape(grad.indices, out_type=tf.int64)[:1]
     all_rows = wire.allreduce(rows, f"{name}/count")[0]
     width = math.prod(grad.shape[1:])
     row_bytes = width * grad.values.dtype.size
-    # Every row goes to every other rank; of the table, every rank sends all but its own share.
-    as_rows = all_rows * (row_bytes + grad.indices.dtype.size)
-    as_table = grad.shape[0] * row_bytes
-    plan = wire.plan
+    # Every row goes to every other rank; of the table, every rank sends all but its own shard.
+    rows_bytes = all_rows * (row_bytes + grad.indices.dtype.size)
+    table_bytes = grad.shape[0] * row_bytes
+    traffic = wire.traffic
     length = 0 if span is None else span.length
 
     def by_rows() -> Any:
-        with plan.section(f"{name}/rows"):
+        with traffic.branch(f"{name}/rows"):
             indices = wire.allgather_rows(grad.indices, f"{name}/indices")
             values = wire.allgather_rows(grad.values, f"{name}/values")
             if span is None:
@@ -83,29 +81,24 @@ def reduce(
         return _add_up(indices, values, span, width)
 
     def by_table() -> Any:
-        with plan.section(f"{name}/table"):
-            found = dense()
-        flat = tf.reshape(found[0], [-1]) if found else tf.zeros([0], grad.values.dtype)
-        return tf.cast(flat, _sum_dtype(grad.values.dtype))
+        with traffic.branch(f"{name}/table"):
+            found = as_table()
+        return arrays.widen(found[0] if found else tf.zeros([0], grad.values.dtype))
 
-    total = tf.cond(as_rows < as_table, by_rows, by_table)
+    total = tf.cond(rows_bytes < table_bytes, by_rows, by_table)
     total.set_shape([length])
     return [] if span is None else [total]
 
 
 def _add_up(indices: Any, values: Any, span: Span | None, width: int) -> Any:
-    """The rows of all ranks, summed where this rank's part of the table lies."""
-    dtype = _sum_dtype(values.dtype)
+    """The sum of all ranks' rows, of this rank's part of the table."""
+    values = arrays.widen(values)
     if span is None:
-        return tf.zeros([0], dtype)
+        return tf.zeros([0], values.dtype)
     first, stop = span.start // width, -(-span.stop // width)
-    # Rows outside get a negative id, which the sum leaves out.
+    # unsorted_segment_sum drops negative ids: rows of other ranks.
     inside = (indices >= first) & (indices < stop)
     ids = tf.where(inside, indices - first, -tf.ones_like(indices))
-    rows = tf.math.unsorted_segment_sum(tf.cast(values, dtype), ids, stop - first)
+    rows = tf.math.unsorted_segment_sum(values, ids, stop - first)
     flat = tf.reshape(rows, [-1])
     return flat[span.start - first * width : span.stop - first * width]
-
-
-def _sum_dtype(dtype: Any) -> Any:
-    return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype

@@ -11,8 +11,9 @@ from zerohvd.config import ZeroConfig
 from zerohvd.keras.communication.wire import Wire
 
 
-def global_limit(inner: Any, config: ZeroConfig) -> float | None:
-    return inner.global_clipnorm or config.grad_clip
+def global_limit(inner: Any, config: ZeroConfig) -> float:
+    """The limit of the norm over all variables; 0: none."""
+    return float(inner.global_clipnorm or config.grad_clip or 0)
 
 
 def needs_norms(inner: Any, config: ZeroConfig) -> bool:
@@ -36,18 +37,13 @@ def by_norm(
 ) -> list[Any]:
     """Clip by the norm of each variable (`clipnorm`) or of all of them together.
 
-    Args:
-        grads: One per piece, None where there is none.
-        params: The variable each piece belongs to.
-        count: How many variables there are.
-        inner: Holds Keras' options.
-        config: Holds ours.
-        wire: Adds up the squares of all ranks; None: every rank holds whole gradients.
+    There is a gradient, or None, for each piece, which belongs to one of `count` variables
+    (`params`). Without `wire`, every rank holds whole gradients.
     """
     squares = [tf.zeros([])] * count
     for grad, param in zip(grads, params, strict=True):
         if grad is not None:
-            # Squares of norms add up, norms do not; in float32 or better.
+            # Squares of norms add up; in float32 or better.
             wide = grad if grad.dtype == tf.float64 else tf.cast(grad, tf.float32)
             squares[param] = squares[param] + tf.cast(tf.reduce_sum(wide * wide), tf.float32)
     limit = global_limit(inner, config)

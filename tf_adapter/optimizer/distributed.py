@@ -1,8 +1,9 @@
-"""DistributedOptimizer: a Keras optimizer whose state is shared out among the ranks."""
+"""DistributedOptimizer: a Keras optimizer whose state is sharded."""
 
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,18 +13,21 @@ import numpy as np
 import tensorflow as tf
 
 from zerohvd.communication.agreement import check_agreement
+from zerohvd.communication.collectives import Collectives
 from zerohvd.config import MIB, ZeroConfig
-from zerohvd.errors import DisagreementError, ShardedStateError
-from zerohvd.keras.communication import broadcasting
-from zerohvd.keras.communication.wire import Wire
-from zerohvd.keras.fit import patches
-from zerohvd.keras.optimizer import averages, state, weighting
-from zerohvd.keras.optimizer.step import Step
-from zerohvd.keras.params import layouts
-from zerohvd.keras.params.pieces import PieceVariable, owned_pieces, tf_variable, variable_path
+from zerohvd.errors import ShardedStateError
+from zerohvd.keras import compat
+from zerohvd.keras.communication.wire import Wire, join
+from zerohvd.keras.optimizer import averages, partition, state, weighting
+from zerohvd.keras.optimizer.step import ShardedStep
+from zerohvd.keras.params import broadcasting, layouts
+from zerohvd.keras.params.pieces import PieceVariable, owned_pieces, tf_variable
 from zerohvd.tools.launchers import check_ranks
 
+# What belongs to the inner optimizer, and is read and set there.
 _DELEGATED = (
+    "learning_rate",
+    "iterations",
     "weight_decay",
     "clipnorm",
     "global_clipnorm",
@@ -45,21 +49,24 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     wrapped optimizer and are read and set through this one.
 
     Args:
-        inner_optimizer: An optimizer that is not built yet; a LossScaleOptimizer around one, too.
+        inner_optimizer: An optimizer that is not built yet, or a LossScaleOptimizer around one.
         stage: 0: plain data parallelism; 1: sharded optimizer state; 2: and accumulated gradients.
-        bucket_bytes: How many bytes of variables travel together.
+        bucket_bytes: How many bytes of variables are packed into one collective.
         partition: "flat" cuts anywhere, "parameter" keeps variables whole, "auto" chooses.
-        reduce_dtype: Gradients travel in this dtype; None: in that of their variable.
+        reduce_dtype: Gradients are sent in this dtype; None: in that of their variable.
         master_dtype: Shards are updated in this dtype; None: float32 for 16-bit variables.
         grad_clip: Clip to this global norm; the same as the inner optimizer's `global_clipnorm`.
         broadcast: Give all ranks the weights of rank 0 when the optimizer is built.
         process_set: The ranks that take part, all of them unless given; any other trains alone.
-        name: Of this optimizer.
+        name: The optimizer's name.
     """
+
+    # Whether `load_model` is compiling a model on this rank, and perhaps on no other.
+    is_loading = False
 
     def __init__(
         self,
-        inner_optimizer: keras.optimizers.Optimizer | str | dict,
+        inner_optimizer: keras.optimizers.Optimizer | str | dict[str, Any],
         *,
         stage: int = 2,
         bucket_bytes: int = 8 * MIB,
@@ -88,14 +95,14 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         self.inner_optimizer = optimizer.inner_optimizer if scaled else optimizer
         self.broadcast = broadcast
         self.process_set = process_set
-        self._iterations = self.inner_optimizer._iterations
-        self.step: Step | None = None
-        # What is stored while a model is being saved; None: nobody has collected it.
+        self.step: Any = None  # a ShardedStep once the optimizer is built
+        # The whole state, while `zero.save_model` saves a model; None: it has not been collected.
         self.saved_state: dict[str, Any] | None = None
-        # What `load_model` has brought, until the ranks build the optimizer together.
+        # The state that `load_model` has read, until the ranks build the optimizer together.
         self.loaded_state: dict[str, Any] | None = None
         self._loaded_variables: list[Any] = []
-        # Keras saves every optimizer it finds in an attribute; the whole state is saved by us.
+        self._model: Any = lambda: None  # a weak reference, once a model is compiled with this
+        # Keras saves every optimizer it finds in an attribute; this one saves the whole state.
         for part in (self.inner_optimizer, self.scaler):
             if part is not None:
                 part.save_own_variables = part.load_own_variables = lambda store: None
@@ -104,20 +111,20 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
 
     @tf.autograph.experimental.do_not_convert
     def build(self, variables: Sequence[Any]) -> None:
-        """Lay out `variables`, on all ranks at the same time, and create this rank's state."""
-        if patches.is_loading():
-            # One rank alone may load a model, to look at it; the first step builds.
+        """Lay out `variables` and create this rank's state; all ranks must call it."""
+        if self.is_loading:
+            # One rank alone may load a model, to inspect it; the first step builds.
             self._loaded_variables = list(variables)
             return
         self._build(list(variables), [])
 
     def build_loaded(self) -> None:
-        """Build now what `load_model` has left for the first step; all ranks must call it."""
+        """Build now what `load_model` deferred to the first step; all ranks must call it."""
         if self.step is None and self._loaded_variables:
             self._build(self._loaded_variables, [])
 
     def _build(self, variables: list[Any], tables: list[int]) -> None:
-        """`build`, where the gradients of some variables (`tables`) are known to come as rows."""
+        """`build`, where the gradients of some variables (`tables`) are tf.IndexedSlices."""
         if self.step is not None:
             return
         with tf.init_scope():
@@ -125,41 +132,48 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             check_ranks(os.environ, hvd.size())
             everyone = wire.eager.allgather_object(tables, name="zero/agree/tables")
             rows = {i for found in everyone for i in found}
-            layout = layouts.lay_out(variables, self.inner_optimizer, self.config, wire.size, rows)
+            how = partition.choose(self.inner_optimizer, self.config.partition)
+            layout = layouts.lay_out(variables, how, self.config, wire.size, rows)
+            # Keras numbers names by the order of creation, which may differ between ranks.
+            options = {k: v for k, v in self.inner_optimizer.get_config().items() if k != "name"}
             settings = {
                 **self.config.as_dict(),
                 "optimizer": type(self.inner_optimizer).__name__,
-                "config": _options(self.inner_optimizer),
+                "config": options,
                 "state loaded from a file": self.loaded_state is not None,
             }
             check_agreement(wire.eager, layout, settings)
             if self.broadcast:
-                broadcasting.broadcast_variables(
-                    [*variables, *patches.other_state(self)], wire.eager
-                )
+                broadcasting.broadcast_variables([*variables, *self._statistics()], wire.eager)
             pieces = owned_pieces(layout, variables, wire.rank, self.config)
             self._build_inner(pieces)
-            self.step = Step(self.inner_optimizer, self.config, layout, wire, variables, pieces)
+            self.step = ShardedStep(
+                self.inner_optimizer, self.config, layout, wire, variables, pieces
+            )
             if self.loaded_state is not None:
                 state.load_state(self, self.loaded_state)
                 self.loaded_state = None
-        self._trainable_variables.extend(variables)
-        for index, variable in enumerate(variables):
-            self._trainable_variables_indices[self._var_key(variable)] = index
         self.built = True
+
+    def compiled_into(self, model: Any) -> None:
+        """Remember the model, which was compiled with this optimizer."""
+        self._model = weakref.ref(model)
+
+    def _statistics(self) -> list[Any]:
+        """The model's variables that no gradient changes; no seeds, which are integers."""
+        variables = () if self._model() is None else self._model().non_trainable_variables
+        return [v for v in variables if "float" in str(v.dtype)]
 
     def _build_inner(self, pieces: list[PieceVariable]) -> None:
         inner = self.inner_optimizer
-        excluded = getattr(inner, "_exclude_from_weight_decay", None)
-        if excluded:
-            excluded.update(
-                p._unique_id for p in pieces if tf_variable(p.variable)._unique_id in excluded
-            )
+        excluded = compat.decay_exclusions(inner)
+        keys = {p.key: compat.variable_key(tf_variable(p.variable)) for p in pieces}
+        excluded.update([piece for piece, variable in keys.items() if variable in excluded])
         for piece in pieces:
             piece.load()  # some optimizers start from the values
         steps = inner.gradient_accumulation_steps
         if self.config.stage < 2:
-            inner.gradient_accumulation_steps = None  # the step adds up whole gradients itself
+            inner.gradient_accumulation_steps = None  # local sums are the reducer's
         try:
             with tf.name_scope(inner.name):
                 (self.scaler or inner).build(pieces)
@@ -175,7 +189,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     def apply_gradients(self, grads_and_vars: Any) -> Any:
         grads, variables = zip(*grads_and_vars, strict=True)
         self.apply(grads, variables)
-        return self._iterations
+        return compat.iterations(self.inner_optimizer)
 
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
@@ -190,97 +204,58 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         grads = list(grads)
         if not grads:
             return
-        patches.refuse_xla()
+        if compat.in_xla():
+            raise ValueError(
+                "Horovod has no XLA operations for sharded training: use "
+                "tf.function(jit_compile=False) around opt.apply, and "
+                "model.compile(..., jit_compile=False)"
+            )
         if trainable_variables is None:
             if not self.built:
                 raise ValueError(
                     "apply(grads) without variables needs a built optimizer: pass the variables, "
                     "or call build(variables) first"
                 )
-            trainable_variables = self._trainable_variables
+            trainable_variables = self.step.variables
         trainable_variables = list(trainable_variables)
         if not self.built:
             rows = [i for i, g in enumerate(grads) if isinstance(g, tf.IndexedSlices)]
             self._build(trainable_variables, rows)
-        self._check_variables_are_known(trainable_variables)
-        aligned: list[Any] = [None] * len(self._trainable_variables)
-        given = set()
-        for grad, variable in zip(grads, trainable_variables, strict=True):
-            index = self._get_variable_index(variable)
+        given = [self.step.index_of(variable) for variable in trainable_variables]
+        aligned: list[Any] = [None] * len(self.step.variables)
+        for index, grad in zip(given, grads, strict=True):
             aligned[index] = grad
-            given.add(index)
         weight = weighting.take()
-        self._agree_on_gradients(aligned, weight is not None)
-        self.step.frozen = frozenset(
+        reducer = self.step.reducer
+        if reducer.agree_on_present(aligned, weight is not None):
+            present = [True if i in reducer.present else None for i in range(len(aligned))]
+            compat.check_any_gradient(self, present, self.step.variables)
+        reducer.frozen = frozenset(
             index
-            for index, variable in enumerate(self._trainable_variables)
+            for index, variable in enumerate(self.step.variables)
             if index not in given and not variable.trainable
         )
         with tf.name_scope(self.name):
             self.step.run(aligned, scaler, weight, weighting.is_in_loss(self))
 
-    def _agree_on_gradients(self, grads: Sequence[Any], weighted: bool) -> None:
-        """Which variables have gradients on any rank; the first step decides, on all ranks."""
-        mine = [i for i, g in enumerate(grads) if g is not None]
-        if self.step.present is None:
-            with tf.init_scope():
-                found = self.step.wire.eager.allgather_object(
-                    [weighted, mine], name="zero/agree/present"
-                )
-            if len({w for w, _ in found}) > 1:
-                with_weight = [rank for rank, (w, _) in enumerate(found) if w]
-                raise DisagreementError(
-                    f"only ranks {with_weight} say how much they count in the first step: either "
-                    "all ranks call zero.weight, or train on what zero.shard_dataset gave them, "
-                    "or none"
-                )
-            self.step.present = frozenset(i for _, indices in found for i in indices)
-            self._filter_empty_gradients(
-                [i if i in self.step.present else None for i in range(len(grads))],
-                self._trainable_variables,
-            )
-        late = [i for i in mine if i not in self.step.present]
-        if late:
-            names = [variable_path(self._trainable_variables[i]) for i in late]
-            raise ValueError(
-                f"gradients for {names} came after a first step without them on any rank; "
-                "give the optimizer all variables that it will ever update in the first step, "
-                "or use one optimizer per group of variables"
-            )
-
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         if self.use_ema and self.step is not None:
-            self.step.wire.new_plan()
-            averages.write(self.step)
+            self.step.wire.new_traffic()
+            averages.write(self.inner_optimizer, self.step)
 
     # -- what belongs to the inner optimizer ------------------------------------------------------
 
     @property
     def variables(self) -> list[Any]:
-        """This rank's state: counters, the learning rate and its share of the slots."""
-        own = self._variables_of_scaler()
-        return own + self.inner_optimizer.variables
-
-    def _variables_of_scaler(self) -> list[Any]:
-        return list(self.scaler._variables) if self.scaler is not None else []
-
-    @property
-    def learning_rate(self) -> Any:
-        return self.inner_optimizer.learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, value: Any) -> None:
-        self.inner_optimizer.learning_rate = value
-
-    @property
-    def iterations(self) -> Any:
-        return self.inner_optimizer.iterations
+        """This rank's state: counters, the learning rate and its shards of the slots."""
+        own = [] if self.scaler is None else compat.scaler_variables(self.scaler)
+        return [*own, *self.inner_optimizer.variables]
 
     def scale_loss(self, loss: Any) -> Any:
         loss = (self.scaler or self.inner_optimizer).scale_loss(loss)
         if not weighting.holds():
             return loss
-        # One number, instead of all gradients later.
+        # Multiplies one number, instead of all gradients later.
         weighting.put_into_loss(self)
         return loss * tf.cast(weighting.take(), loss.dtype)
 
@@ -290,7 +265,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
 
     def __getattr__(self, name: str) -> Any:
-        # Only what is found nowhere else comes here: beta_1, momentum and the like.
+        # Python calls this for what is found nowhere else: beta_1, momentum and the like.
         if name.startswith("_") or "inner_optimizer" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.inner_optimizer, name)
@@ -303,7 +278,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         return self.step is not None and self.step.layout.size > 1
 
     def check_savable(self) -> None:
-        """Raise where saving would store this rank's share as if it were everything."""
+        """Raise if saving would store this rank's shard as if it were the whole state."""
         if self.is_sharded and self.saved_state is None:
             raise ShardedStateError(
                 "model.save() would store this rank's share of the optimizer state as if it "
@@ -313,7 +288,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             )
 
     def save_own_variables(self, store: Any) -> None:
-        """Called by `model.save`; needs the whole state, which `zero.save_model` collects."""
+        """Store the whole state, which `zero.save_model` has collected; `model.save` calls it."""
         self.check_savable()
         whole = self.saved_state
         if self.step is None:
@@ -322,7 +297,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             store[key] = value
 
     def load_own_variables(self, store: Any) -> None:
-        """Take this rank's share of a state saved at any number of ranks."""
+        """Load this rank's shard of a state saved at any number of ranks."""
         if not list(store.keys()):
             return  # saved by save_weights, which leaves the state out
         stored = {key: store[key] for key in store.keys()}  # noqa: SIM118
@@ -349,6 +324,26 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             config.pop("inner_optimizer"), custom_objects=custom_objects
         )
         return cls(inner, **config)
+
+
+def unwrap(optimizer: Any) -> DistributedOptimizer | None:
+    """The DistributedOptimizer that `optimizer` is or wraps, or None."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        optimizer = optimizer.inner_optimizer
+    return optimizer if isinstance(optimizer, DistributedOptimizer) else None
+
+
+def optimizer_of(model: Any) -> DistributedOptimizer | None:
+    """The DistributedOptimizer that `model` was compiled with, or None."""
+    return unwrap(getattr(model, "optimizer", None))
+
+
+def ranks_of(model: Any) -> Collectives:
+    """Eager collectives of the ranks that train `model`."""
+    optimizer = optimizer_of(model)
+    if optimizer is not None and optimizer.step is not None:
+        return optimizer.step.wire.eager
+    return join(None if optimizer is None else optimizer.process_set)
 
 
 def _delegate(name: str) -> property:
@@ -393,8 +388,3 @@ def _check_inner(optimizer: Any, config: ZeroConfig) -> None:
             "grad_clip and the optimizer's own clipping are both set; use one of grad_clip, "
             "clipnorm, clipvalue and global_clipnorm"
         )
-
-
-def _options(optimizer: Any) -> dict[str, Any]:
-    # Keras numbers names by the order of creation, which may differ between ranks.
-    return {k: v for k, v in optimizer.get_config().items() if k != "name"}

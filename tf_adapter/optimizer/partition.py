@@ -1,10 +1,12 @@
-"""Which optimizers may be cut anywhere, and which need whole variables."""
+"""Which optimizers are elementwise and may be cut anywhere, and which need whole variables."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import keras
+
+from zerohvd.keras import compat
 
 _NAMES = (
     "SGD",
@@ -37,12 +39,5 @@ def choose(optimizer: Any, asked: str) -> str:
         )
     if asked != "auto":
         return asked
-    known = any(
-        isinstance(optimizer, cls)
-        and all(
-            getattr(type(optimizer), method) is getattr(cls, method)
-            for method in ("update_step", "_backend_update_step", "build")
-        )
-        for cls in _ELEMENTWISE
-    )
+    known = any(compat.updates_like(optimizer, cls) for cls in _ELEMENTWISE)
     return "flat" if known else "parameter"

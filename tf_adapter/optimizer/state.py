@@ -1,4 +1,4 @@
-"""The optimizer's state by name: this rank's share, the whole of it, and back.
+"""The optimizer's state by name: this rank's shards, the whole of it, and back.
 
 Keras' optimizers keep what belongs to a variable in lists as long as the list of variables they
 were built on (`_momentums`, `_velocities`, ...), and everything else in single variables. A key is
@@ -15,43 +15,67 @@ import numpy as np
 import tensorflow as tf
 
 from zerohvd.errors import ShardedStateError
+from zerohvd.keras import compat
+from zerohvd.keras.communication import arrays
 from zerohvd.keras.params.pieces import PieceVariable
 
-_NOT_SLOTS = ("_trainable_variables", "_variables")
-_LEARNING_RATE = "scalar:_learning_rate"
+Array = np.ndarray[Any, Any]
+MASTER = "master"  # stands for a list of slots in keys: the wide copies of 16-bit variables
+_LEARNING_RATE = f"scalar:{compat.LEARNING_RATE}"
 
 
-class _Held(NamedTuple):
-    """A slot of a piece."""
+class PieceSlot(NamedTuple):
+    """What the optimizer keeps for one piece, such as its momentum."""
 
-    key: str
+    kind: str  # the list it is in
     piece: PieceVariable
     variable: tf.Variable
 
+    @property
+    def key(self) -> str:
+        return f"slots:{self.kind}:{self.piece.piece.param}"
 
-def _slots(optimizer: Any) -> list[_Held]:
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether it has an element for each of the piece's."""
+        return tuple(self.variable.shape) == tuple(self.piece.shape)
+
+    @property
+    def whole_shape(self) -> list[int]:
+        """The shape of the slots of all pieces of the variable together."""
+        return list(self.variable.shape if self.piece.whole else self.piece.spec.shape)
+
+    def check_divisible(self) -> None:
+        """Raise if the slots of several pieces cannot be joined."""
+        if not self.piece.whole and not self.is_elementwise:
+            raise ShardedStateError(
+                f"{self.key} has shape {self.variable.shape} for a piece of {self.piece.path!r} "
+                f"of shape {self.piece.shape}: pieces cannot be put together again. Use "
+                'partition="parameter" with this optimizer.'
+            )
+
+
+def slots(optimizer: Any) -> list[PieceSlot]:
+    """This rank's slots, masters last."""
     step = optimizer.step
-    held = []
-    for attribute, slots in sorted(vars(step.inner).items()):
-        if attribute in _NOT_SLOTS or not isinstance(slots, list):
+    found = []
+    for kind, per_piece in sorted(vars(step.inner).items()):
+        if kind in compat.NOT_SLOTS or not isinstance(per_piece, list):
             continue
-        if len(slots) != len(step.pieces) or not all(_is_slot(s) for s in slots):
+        if len(per_piece) != len(step.pieces) or not all(_is_slot(s) for s in per_piece):
             continue
-        for piece, slot in zip(step.pieces, slots, strict=True):
+        for piece, slot in zip(step.pieces, per_piece, strict=True):
             if slot is not None:
-                held.append(_Held(f"slots:{attribute}:{piece.piece.param}", piece, slot.value))
-    for piece in step.pieces:
-        if piece.master is not None:
-            held.append(_Held(f"slots:master:{piece.piece.param}", piece, piece.master))
-    return held
+                found.append(PieceSlot(kind, piece, slot.value))
+    return found + [PieceSlot(MASTER, p, p.master) for p in step.pieces if p.master is not None]
 
 
 def _is_slot(slot: Any) -> bool:
     return slot is None or isinstance(slot, keras.Variable)
 
 
-def _scalars(optimizer: Any) -> dict[str, Any]:
-    """What all ranks hold alike."""
+def scalars(optimizer: Any) -> dict[str, Any]:
+    """The variables that are the same on all ranks, by key."""
     found = {}
     parts = {"": optimizer.inner_optimizer, "scaler.": optimizer.scaler}
     for prefix, part in parts.items():
@@ -62,109 +86,98 @@ def _scalars(optimizer: Any) -> dict[str, Any]:
 
 
 def slot_bytes(optimizer: Any) -> dict[str, int]:
-    """Bytes per list of slots on this rank; "scalars" for the rest."""
+    """Bytes per kind of slot on this rank."""
     sizes: dict[str, int] = {}
-    for held in _slots(optimizer):
-        kind = held.key.split(":")[1]
-        sizes[kind] = sizes.get(kind, 0) + _nbytes(held.variable)
+    for slot in slots(optimizer):
+        sizes[slot.kind] = sizes.get(slot.kind, 0) + arrays.nbytes(slot.variable)
     return sizes
 
 
-def _nbytes(variable: Any) -> int:
-    return int(np.prod(variable.shape, dtype=np.int64)) * tf.as_dtype(variable.dtype).size
+# -- to the whole state ----------------------------------------------------------------------------
 
 
-def local_state(optimizer: Any) -> dict[str, np.ndarray]:
+def local_state(optimizer: Any) -> dict[str, Array]:
     """The whole state, where every rank holds all of it."""
-    state = {key: np.asarray(v) for key, v in _scalars(optimizer).items()}
-    for held in _slots(optimizer):
-        value = held.variable.numpy()
-        if held.piece.shape == value.shape:
-            value = value.reshape(held.piece.spec.shape)
-        state[held.key] = value
+    state = {key: np.asarray(v) for key, v in scalars(optimizer).items()}
+    for slot in slots(optimizer):
+        shape = slot.piece.spec.shape if slot.is_elementwise else slot.variable.shape
+        state[slot.key] = slot.variable.numpy().reshape(shape)
     return {key: _storable(value) for key, value in state.items()}
 
 
-def whole_state(optimizer: Any, root: int = 0) -> dict[str, np.ndarray] | None:
+def whole_state(optimizer: Any, root: int = 0) -> dict[str, Array] | None:
     """Everything, on rank `root`; None elsewhere. All ranks must call it."""
     step = optimizer.step
     if step.layout.size == 1:
         return local_state(optimizer) if step.wire.rank == root else None
-    mine = {}
-    for held in _slots(optimizer):
-        if not held.piece.whole and held.variable.shape != held.piece.shape:
-            raise ShardedStateError(
-                f"{held.key} has shape {held.variable.shape} for a piece of "
-                f"{held.piece.path!r} of shape {held.piece.shape}: pieces cannot be put together "
-                'again. Use partition="parameter" with this optimizer.'
-            )
-        mine.setdefault(held.key, []).append(held)
-    described = {
-        key: [held[0].piece.piece.param_span[0], held[0].variable.dtype.name, _shape(held[0])]
-        for key, held in mine.items()
-    }
+    mine: dict[str, list[PieceSlot]] = {}
+    for slot in slots(optimizer):
+        slot.check_divisible()
+        mine.setdefault(slot.key, []).append(slot)
+    described = {k: [s[0].variable.dtype.name, s[0].whole_shape] for k, s in mine.items()}
     everyone = step.wire.eager.allgather_object(described, name="zero/state/keys")
-    state: dict[str, np.ndarray] = {}
+    state = {key: np.asarray(v) for key, v in scalars(optimizer).items()}
     for key in sorted(set().union(*everyone)):
-        owners = [d[key] for d in everyone if key in d]
-        value = _gather(step, key, mine.get(key, []), tf.as_dtype(owners[0][1]))
+        dtype, shape = next(d[key] for d in everyone if key in d)
+        value = _gather(step.wire.eager, mine.get(key, []), tf.as_dtype(dtype))
         if step.wire.rank == root:
-            state[key] = value.reshape(owners[0][2])
+            state[key] = value.reshape(shape)
     if step.wire.rank != root:
         return None
-    scalars = {key: np.asarray(v) for key, v in _scalars(optimizer).items()}
-    return {key: _storable(value) for key, value in {**scalars, **state}.items()}
+    return {key: _storable(value) for key, value in state.items()}
 
 
-def _shape(held: _Held) -> list[int]:
-    """Of the whole slot: as it is where the variable is whole, else that of the variable."""
-    return list(held.variable.shape if held.piece.whole else held.piece.spec.shape)
+def _gather(ranks: Any, mine: list[PieceSlot], dtype: Any) -> Array:
+    """The slots of all ranks' pieces of one variable, in the order of the pieces."""
+    flats = [tf.reshape(s.variable, [-1]) for s in mine]
+    sent = tf.concat(flats, 0) if flats else tf.zeros([0], dtype)
+    places = [[s.piece.piece.param_span.start, arrays.numel(s.variable)] for s in mine]
+    everyone = ranks.allgather_object(places, name="zero/state/spans")
+    values = ranks.to_numpy(ranks.allgather(sent, name="zero/state/values"))
+    found, at = {}, 0
+    for start, length in (place for places in everyone for place in places):
+        found[start] = values[at : at + length]
+        at += length
+    return np.concatenate([found[start] for start in sorted(found)])
 
 
-def _gather(step: Any, key: str, held: list[_Held], dtype: Any) -> np.ndarray:
-    """The parts of all ranks in the order in which they lie in the variable."""
-    parts = [tf.reshape(h.variable, [-1]) for h in held]
-    sent = tf.concat(parts, 0) if parts else tf.zeros([0], dtype)
-    spans = [[*h.piece.piece.param_span] for h in held]
-    lengths = [int(np.prod(h.variable.shape, dtype=np.int64)) for h in held]
-    eager = step.wire.eager
-    meta = eager.allgather_object([spans, lengths], name="zero/state/spans")
-    values = eager.to_numpy(eager.allgather(sent, name="zero/state/values"))
-    found, at = [], 0
-    for rank_spans, rank_lengths in meta:
-        for (start, _), length in zip(rank_spans, rank_lengths, strict=True):
-            found.append((start, values[at : at + length]))
-            at += length
-    return np.concatenate([v for _, v in sorted(found, key=lambda f: f[0])])
-
-
-def _storable(value: np.ndarray) -> np.ndarray:
-    # HDF5 knows no bfloat16; float32 holds all of its values.
+def _storable(value: Array) -> Array:
+    # HDF5 has no bfloat16; float32 holds all of its values.
     return value.astype(np.float32) if value.dtype.name == "bfloat16" else value
 
 
-def load_state(optimizer: Any, stored: Mapping[str, np.ndarray]) -> None:
-    """Take this rank's share of a whole state."""
-    wanted = {held.key for held in _slots(optimizer)} | set(_scalars(optimizer))
-    _check_has(optimizer, wanted - _optional(optimizer), stored)
+# -- from the whole state --------------------------------------------------------------------------
+
+
+def load_state(optimizer: Any, stored: Mapping[str, Array]) -> None:
+    """Load this rank's shards of a whole state."""
+    mine = slots(optimizer)
+    # A state saved with wider variables has no masters.
+    wanted = {slot.key for slot in mine if slot.kind != MASTER} | set(scalars(optimizer))
+    _check_has(optimizer, wanted, stored)
     load_scalars(optimizer, stored)
-    for held in _slots(optimizer):
-        if held.key not in stored:
+    for slot in mine:
+        if slot.key not in stored:
             continue
-        value = np.asarray(stored[held.key])
-        if not held.piece.whole:
-            start, stop = held.piece.piece.param_span
+        value = np.asarray(stored[slot.key])
+        if not slot.piece.whole:
+            start, stop = slot.piece.piece.param_span
             value = value.reshape(-1)[start:stop]
-        if value.size != np.prod(held.variable.shape, dtype=np.int64):
+        if value.size != arrays.numel(slot.variable):
             raise ShardedStateError(
-                f"{held.key} was stored with shape {np.shape(stored[held.key])}, which does not "
-                f"fit {held.piece.path!r} of shape {held.piece.spec.shape}"
+                f"{slot.key} was stored with shape {np.shape(stored[slot.key])}, which does not "
+                f"fit {slot.piece.path!r} of shape {slot.piece.spec.shape}"
             )
-        held.variable.assign(tf.cast(value.reshape(held.variable.shape), held.variable.dtype))
+        slot.variable.assign(tf.cast(value.reshape(slot.variable.shape), slot.variable.dtype))
 
 
-def _check_has(optimizer: Any, wanted: set[str], stored: Mapping[str, np.ndarray]) -> None:
-    missing = sorted(wanted - set(stored))
+def check_scalars(optimizer: Any, stored: Mapping[str, Array]) -> None:
+    """Raise if the state is another optimizer's, as far as that shows before it is built."""
+    _check_has(optimizer, set(scalars(optimizer)), stored)
+
+
+def _check_has(optimizer: Any, wanted: set[str], stored: Mapping[str, Array]) -> None:
+    missing = sorted(wanted - set(stored) - {_LEARNING_RATE})
     if missing:
         raise ShardedStateError(
             f"the stored optimizer state lacks {missing[:3]} (of {len(missing)} missing): it was "
@@ -172,22 +185,11 @@ def _check_has(optimizer: Any, wanted: set[str], stored: Mapping[str, np.ndarray
         )
 
 
-def check_scalars(optimizer: Any, stored: Mapping[str, np.ndarray]) -> None:
-    """Raise if it is not for such an optimizer; what can be said before it is built."""
-    _check_has(optimizer, set(_scalars(optimizer)) - {_LEARNING_RATE}, stored)
-
-
-def load_scalars(optimizer: Any, stored: Mapping[str, np.ndarray]) -> None:
-    """Take the part of a state that all ranks hold alike, such as `iterations`."""
-    for key, variable in _scalars(optimizer).items():
+def load_scalars(optimizer: Any, stored: Mapping[str, Array]) -> None:
+    """Load what all ranks hold alike, such as `iterations`."""
+    for key, variable in scalars(optimizer).items():
         if key in stored:
             variable.assign(np.asarray(stored[key]))
-
-
-def _optional(optimizer: Any) -> set[str]:
-    """What a state may lack: masters, when it was saved with wider variables."""
-    held = {h.key for h in _slots(optimizer) if h.key.startswith("slots:master:")}
-    return held | {_LEARNING_RATE}
 
 
 def plain_optimizer(optimizer: Any, root: int = 0) -> Any:
@@ -206,15 +208,12 @@ def plain_optimizer(optimizer: Any, root: int = 0) -> Any:
         return None
     inner = optimizer.inner_optimizer
     plain = type(inner).from_config(inner.get_config())
-    variables = list(optimizer.step.variables)
-    plain.build(variables)
-    for attribute, slots in vars(plain).items():
-        key = f"scalar:{attribute}"
-        if isinstance(slots, keras.Variable) and key in state:
-            slots.assign(state[key])
-        if isinstance(slots, list) and len(slots) == len(variables):
-            for index, slot in enumerate(slots):
-                key = f"slots:{attribute}:{index}"
-                if isinstance(slot, keras.Variable) and key in state:
-                    slot.assign(state[key])
+    plain.build(list(optimizer.step.variables))
+    for attribute, value in vars(plain).items():
+        found = {f"scalar:{attribute}": value}
+        if isinstance(value, list):
+            found = {f"slots:{attribute}:{i}": slot for i, slot in enumerate(value)}
+        for key, variable in found.items():
+            if isinstance(variable, keras.Variable) and key in state:
+                variable.assign(state[key])
     return plain

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import tensorflow as tf
 
+from zerohvd.communication.weighting import Announced, check_weight
 
-class _Announced:
-    """The weight that has been announced for the step to come; None: ranks count alike."""
 
-    value: Any = None
-    outside: tf.Variable | None = None  # the last one that was announced outside of graphs
-    held: bool = False  # not used up by the step that takes it
-    in_loss: ClassVar[set[int]] = set()  # the optimizers whose loss was multiplied with it
+class _KerasAnnounced(Announced):
+    """The announced weight, which may be a tensor of a graph.
+
+    Attributes:
+        outside: The last weight that was announced outside of graphs.
+        in_loss: The optimizers whose loss was multiplied with it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outside: tf.Variable | None = None
+        self.in_loss: set[int] = set()
+
+    def clear(self) -> None:
+        super().clear()
+        self.in_loss.clear()
+
+
+_announced = _KerasAnnounced()
 
 
 class weight:
@@ -36,33 +49,26 @@ class weight:
     """
 
     def __init__(self, value: Any) -> None:
-        if not tf.is_tensor(value):
-            value = float(value)
-            if not math.isfinite(value) or value < 0:
-                raise ValueError(
-                    "a weight must be a number >= 0, such as the number of samples in this "
-                    f"rank's batch; got {value!r}"
-                )
-        self.value = value
+        self.value = value if tf.is_tensor(value) else check_weight(value)
         self.__enter__()
 
     def __enter__(self) -> weight:
-        _Announced.value = self.value
+        _announced.value = self.value
         if tf.executing_eagerly():
             # A step traced once, such as train_on_batch, must find the number of each later call.
-            if _Announced.outside is None:
-                _Announced.outside = tf.Variable(0.0, trainable=False, name="weight")
-            _Announced.outside.assign(tf.cast(self.value, tf.float32))
+            if _announced.outside is None:
+                _announced.outside = tf.Variable(0.0, trainable=False, name="weight")
+            _announced.outside.assign(tf.cast(self.value, tf.float32))
         return self
 
     def __exit__(self, *_: object) -> None:
-        _Announced.value = None
+        _announced.value = None
 
 
 @contextlib.contextmanager
 def held(value: Any) -> Iterator[None]:
     """The weight of all steps of all optimizers inside."""
-    _Announced.value, _Announced.held = value, True
+    _announced.announce(value, held=True)
     try:
         yield
     finally:
@@ -74,9 +80,9 @@ def holding(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
-        if _Announced.value is None:
+        if _announced.value is None:
             return original(*args, **kwargs)
-        with held(_Announced.value):
+        with held(_announced.value):
             return original(*args, **kwargs)
 
     return method
@@ -84,34 +90,32 @@ def holding(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def holds() -> bool:
     """Whether there is a weight that stays until its `held` ends."""
-    return _Announced.held and _Announced.value is not None
+    return _announced.held and _announced.value is not None
 
 
 def clear() -> None:
     """Forget an announced weight."""
-    _Announced.value, _Announced.held, _Announced.in_loss = None, False, set()
+    _announced.clear()
 
 
 def take() -> Any:
     """The announced weight as a float32 tensor, or None; it is used up unless it is held."""
-    value = _Announced.value
-    if not _Announced.held:
-        _Announced.value = None
+    value = _announced.take()
     if value is None:
         return None
     announced_in_graph = tf.is_tensor(value) and tf.is_symbolic_tensor(value)
-    if tf.executing_eagerly() or announced_in_graph or _Announced.outside is None:
+    if tf.executing_eagerly() or announced_in_graph or _announced.outside is None:
         return tf.cast(value, tf.float32)
-    return _Announced.outside.read_value()
+    return _announced.outside.read_value()
 
 
 def put_into_loss(optimizer: Any) -> None:
     """Note that the optimizer's loss has been multiplied with the weight."""
-    _Announced.in_loss.add(id(optimizer))
+    _announced.in_loss.add(id(optimizer))
 
 
 def is_in_loss(optimizer: Any) -> bool:
     """Whether the gradients to come contain the weight already."""
-    found = id(optimizer) in _Announced.in_loss
-    _Announced.in_loss.discard(id(optimizer))
+    found = id(optimizer) in _announced.in_loss
+    _announced.in_loss.discard(id(optimizer))
     return found

@@ -6,11 +6,12 @@ from typing import Any
 
 import keras
 
+from zerohvd.keras import compat
 from zerohvd.keras.optimizer.distributed import DistributedOptimizer
 
 
 def zeroify(model: keras.Model, optimizer: Any = None, **options: Any) -> tuple[Any, Any]:
-    """Wrap the optimizer, give all ranks the weights of rank 0, and hand both back.
+    """Wrap the optimizer, give all ranks the weights of rank 0, and return both.
 
     Args:
         model: Built or not, compiled or not. A compiled model is compiled again with the wrapped
@@ -30,9 +31,8 @@ def zeroify(model: keras.Model, optimizer: Any = None, **options: Any) -> tuple[
             f"the optimizer is a DistributedOptimizer already; give {sorted(options)} to it"
         )
     if compiled:
-        settings = dict(model._compile_config.config)
-        settings.update(optimizer=optimizer, jit_compile=False)
-        model.compile(**settings)
+        settings = {**compat.compile_arguments(model), "optimizer": optimizer}
+        model.compile(**{**settings, "jit_compile": False})
     if model.built and model.trainable_variables:
         (model.optimizer if compiled else optimizer).build(model.trainable_variables)
     return model, optimizer

@@ -1,4 +1,4 @@
-"""Tensors in and out of buckets: where the layout says, nothing else.
+"""Pack tensors into buckets and unpack them, where the layout says.
 
 Slots and shards start at multiples of 64 bytes, where TensorFlow slices without a copy. A large
 parameter has a bucket of its own and enters and leaves it by a reshape.
@@ -15,12 +15,9 @@ from zerohvd.layout import Bucket, Layout, Span
 
 
 def pack(bucket: Bucket, flats: Mapping[int, Any], dtype: Any) -> Any:
-    """One 1-D tensor of the bucket's padded length.
+    """A 1-D tensor of the bucket's padded length, from the parameters' values by index, 1-D.
 
-    Args:
-        bucket: Says what goes where.
-        flats: Parameter index -> the parameter's values, 1-D; one that is missing counts as zeros.
-        dtype: Of the result.
+    A parameter that is missing in `flats` becomes zeros.
     """
     parts, spans = [], []
     for slot in bucket.slots:
@@ -35,19 +32,19 @@ def pack(bucket: Bucket, flats: Mapping[int, Any], dtype: Any) -> Any:
 
 
 def pack_shard(bucket: Bucket, rank: int, values: Sequence[Any], spans: Sequence[Span]) -> Any:
-    """The shard of `rank`, from the values of its pieces and their places in the bucket."""
+    """The shard of `rank`, from the values of its pieces and their spans in the bucket."""
     shard = bucket.span(rank)
     parts = [tf.reshape(tf.cast(v, bucket.dtype), [-1]) for v in values]
     return _fill(parts, [s.shift(-shard.start) for s in spans], shard.length, bucket.dtype)
 
 
 def cut(x: Any, span: Span) -> Any:
-    """A part of a 1-D tensor."""
+    """A slice of a 1-D tensor; no operation if that is all of it."""
     return x if span == (0, x.shape[0]) else x[span.start : span.stop]
 
 
 def _fill(parts: Sequence[Any], spans: Sequence[Span], length: int, dtype: Any) -> Any:
-    """The parts at their places, zeros between and behind them."""
+    """The parts at their spans, zeros between and behind them."""
     pieces, at = [], 0
     for part, span in zip(parts, spans, strict=True):
         if span.start > at:
@@ -62,13 +59,14 @@ def _fill(parts: Sequence[Any], spans: Sequence[Span], length: int, dtype: Any) 
 
 
 class Assembly:
-    """Puts gathered buckets into variables, as soon as all chunks of a variable are there."""
+    """Assigns gathered buckets to variables, as soon as all chunks of a variable are there."""
 
     def __init__(self, layout: Layout, natives: Sequence[Any]) -> None:
         self._layout, self._natives = layout, natives
         self._chunks: dict[int, list[Any]] = {}
 
     def add(self, bucket: Bucket, full: Any) -> list[Any]:
+        """Unpack a bucket; returns operations to wait for."""
         done = []
         for slot in bucket.slots:
             part = cut(full, slot.span)

@@ -1,8 +1,8 @@
-"""What this rank owns of a variable, dressed as a variable.
+"""The piece of a variable that this rank owns, with the interface of a variable.
 
 The inner optimizer builds its slots on pieces and updates pieces. A piece stores nothing between
 steps: its value is read from the model's variable when an update begins, and the result is a
-tensor that goes out with the next allgather. Only 16-bit variables keep a wider master.
+tensor that the next allgather sends. Only 16-bit variables keep a wider master.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 import tensorflow as tf
 
 from zerohvd.config import ZeroConfig
+from zerohvd.keras.compat import variable_key
 from zerohvd.keras.params import buffers
 from zerohvd.layout import Layout, ParamSpec, Piece, Span
+from zerohvd.numerics import master_dtype
 
-_NARROW = ("float16", "bfloat16")
-
-# An update holds up to eight tensors of the size of what it updates. What a rank owns is updated
-# in parts of this share of a bucket, so that they make one bucket together; parts fit into the
-# processor's caches, too. Below the least size, starting operations would take longer than they do.
+# An update allocates up to eight tensors of the size of what it updates. A rank's shard is updated
+# in parts of 1/8 of a bucket, so that these temporaries take one bucket, and fit into the caches.
+# Below the least size, the overhead per operation would exceed the operation.
 _PARTS = 8
 _LEAST_PART_BYTES = 64 * 1024
 
@@ -31,18 +31,18 @@ def tf_variable(variable: Any) -> Any:
 
 
 def variable_path(variable: Any) -> str:
-    return getattr(variable, "path", None) or variable.name.split(":")[0]
+    return getattr(variable, "path", None) or str(variable.name).split(":")[0]
 
 
 class PieceVariable:
-    """Stands in for a variable in the inner optimizer's build and update_step.
+    """Replaces a variable in the inner optimizer's build and update_step.
 
-    Only what Keras' optimizers use is here: shape, dtype, path and name (slots are called after
-    them, and weight decay can be switched off by them), the key that identifies the variable, the
-    three assigns, and arithmetic. It is no keras.Variable, which Keras would unwrap.
+    It has what Keras' optimizers use: shape, dtype, path and name (slots are named after them, and
+    weight decay is switched off by them), the key that identifies the variable, the three assigns,
+    and arithmetic. It is no keras.Variable, which Keras would unwrap.
     """
 
-    # What keras.Optimizer and its subclasses ask a trainable variable for.
+    # What keras.Optimizer and its subclasses read of a trainable variable.
     trainable = True
     constraint = None
     overwrite_with_gradient = False
@@ -59,11 +59,15 @@ class PieceVariable:
         self.shape = tf.TensorShape(spec.shape if self.whole else [piece.param_span.length])
         self.dtype = tf.as_dtype(dtype)
         self.device = native.device
-        # Keras excludes variables from weight decay by this key, hence that of the variable.
-        self.chunk = chunk
-        self._unique_id = native._unique_id + (f"#{chunk}" if chunk else "")
+        # The name under which Keras reads it: it excludes variables from weight decay by this key.
+        self._unique_id = variable_key(native) + (f"#{chunk}" if chunk else "")
         self.master: tf.Variable | None = None
         self._value: Any = None
+
+    @property
+    def key(self) -> str:
+        """What Keras' optimizers identify the piece by."""
+        return self._unique_id
 
     def load(self) -> None:
         """Take the current value of the model's variable."""
@@ -71,12 +75,12 @@ class PieceVariable:
         if self.master is None:
             self._value = tf.cast(stored, self.dtype)
             return
-        # The master is finer than the variable, unless someone else has set the variable since.
+        # The master has more digits, unless somebody else has assigned to the variable since.
         same = tf.equal(tf.cast(self.master, stored.dtype), stored)
         self._value = tf.where(same, self.master, tf.cast(stored, self.dtype))
 
     def read(self) -> Any:
-        """This piece of the model's variable, as it is stored there."""
+        """This piece of the model's variable, in the variable's dtype."""
         native = tf.convert_to_tensor(tf_variable(self.variable))
         if self.whole:
             return native
@@ -92,16 +96,16 @@ class PieceVariable:
             self.master = tf.Variable(self._value, trainable=False, name="master")
 
     def drop(self) -> None:
-        """Forget the value, which belongs to one graph or one eager step."""
+        """Forget the value: a tensor of one graph or one eager step."""
         self._value = None
 
     def set(self, value: Any) -> None:
-        """The value to go on with, for the master too."""
+        """Set the value, and that of the master."""
         self._value = value
         if self.master is not None:
             self.master.assign(value)
 
-    # -- what an optimizer does with a variable ---------------------------------------------------
+    # -- what an optimizer calls on a variable ----------------------------------------------------
 
     def assign(self, value: Any, *_: Any, **__: Any) -> PieceVariable:
         self._value = tf.reshape(tf.cast(value, self.dtype), self.shape)
@@ -148,7 +152,7 @@ for _name in ("neg", "abs", "lt", "le", "gt", "ge"):
 def owned_pieces(
     layout: Layout, variables: Sequence[Any], rank: int, config: ZeroConfig
 ) -> list[PieceVariable]:
-    """What `rank` updates, in the layout's order."""
+    """What `rank` owns and updates, in the layout's order."""
     shared = layout.size > 1
     owned: list[Piece] = list(layout.pieces(rank if shared else 0))
     if shared and layout.partition == "flat":
@@ -158,7 +162,7 @@ def owned_pieces(
     chunks: dict[int, int] = {}
     for piece in owned:
         spec = layout.params[piece.param]
-        dtype = config.master_dtype or ("float32" if spec.dtype in _NARROW else spec.dtype)
+        dtype = master_dtype(spec.dtype, config.master_dtype)
         chunk = chunks.get(piece.param, 0)
         chunks[piece.param] = chunk + 1
         found.append(PieceVariable(variables[piece.param], spec, piece, dtype, chunk))
@@ -170,8 +174,7 @@ def owned_pieces(
 def _parts(piece: Piece, most: int) -> Iterator[Piece]:
     """The piece in parts of at most `most` bytes of float32.
 
-    They are multiples of 64 bytes, so that where TensorFlow could slice the piece without a copy,
-    it can slice its parts.
+    They start at multiples of 64 bytes, where TensorFlow slices without a copy.
     """
     length = most // 64 * 16
     for start in range(0, piece.param_span.length, length):

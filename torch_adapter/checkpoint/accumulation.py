@@ -22,14 +22,14 @@ LOCAL, REDUCED = "grad", "grad_sum"
 
 def check(opt: ZeroOptimizer) -> None:
     """Raise unless this is a moment at which a step can be interrupted."""
-    if not opt.entered:
+    if not opt.gradients.begun:
         return
-    if opt.synchronized or not opt.rounds.more_to_come():
+    if opt.gradients.synchronized or not opt.gradients.rounds.more_to_come():
         raise RuntimeError(
             "the gradients of a step are complete but not applied: call opt.step() before you "
             "save or load a checkpoint"
         )
-    if opt.weight is not None:
+    if opt.gradients.weight is not None:
         raise RuntimeError(
             "a step with zero.weight() is under way: save or load after opt.step()"
         )
@@ -37,18 +37,18 @@ def check(opt: ZeroOptimizer) -> None:
 
 def pause(opt: ZeroOptimizer) -> None:
     """Wait until no gradient is on its way; all ranks must come here."""
-    if opt.entered:
-        opt.rounds.pause()
+    if opt.gradients.begun:
+        opt.gradients.rounds.pause()
 
 
 def progress(opt: ZeroOptimizer, held: Holdings) -> dict[str, Any] | None:
     """How far the step is; None between steps."""
-    if not opt.entered and not opt.rounds.local:
+    if not opt.gradients.begun and not opt.gradients.rounds.local:
         return None
     return {
-        "begun": opt.entered,
-        "passes": opt.rounds.passes,
-        "done": opt.rounds.done(),
+        "begun": opt.gradients.begun,
+        "passes": opt.gradients.rounds.passes,
+        "done": opt.gradients.rounds.done(),
         "arrived": [
             held.names[section.params[i]]
             for section in opt.sections
@@ -62,7 +62,7 @@ def local_name(name: str, rank: int) -> str:
 
 
 def entries(opt: ZeroOptimizer, held: Holdings, rank: int) -> Iterator[Entry]:
-    if not opt.entered and not opt.rounds.local:
+    if not opt.gradients.begun and not opt.gradients.rounds.local:
         return
     for section in opt.sections:
         for param in section.params:
@@ -103,11 +103,11 @@ class Resumption:
         size: int,
     ) -> None:
         self._opt, self._stored = opt, stored
-        if stored["begun"] and opt.rounds.passes <= stored["done"]:
+        if stored["begun"] and opt.gradients.rounds.passes <= stored["done"]:
             raise ValueError(
                 f"the checkpoint was saved after {stored['done']} backward passes of a step, but "
-                f"backward_passes_per_step is {opt.rounds.passes}: make the optimizer with "
-                f"backward_passes_per_step={stored['passes']}, as it was"
+                f"backward_passes_per_step is {opt.gradients.rounds.passes}: make the optimizer "
+                f"with backward_passes_per_step={stored['passes']}, as it was"
             )
         self.wants: list[Want] = []
         self._apply: list[Callable[[], None]] = []
@@ -119,7 +119,7 @@ class Resumption:
         ranks = self._opt.collectives
         mine = [r for r in range(size) if r % ranks.size == ranks.rank]
         # The reduction divides by the new number of ranks.
-        scale = ranks.size / size if self._opt.average else 1.0
+        scale = ranks.size / size if self._opt.gradients.average else 1.0
         for name, param in held.params.items():
             found = [f"{LOCAL}/{local_name(name, r)}" for r in mine]
             found = [key for key in found if key in tensors]
@@ -162,9 +162,9 @@ class Resumption:
         # Averaged over the ranks again, of which the others add nothing here. At stage 0 every
         # rank has all of it, and the mean of equals is what it was.
         ranks = self._opt.collectives.size
-        alone = self._opt.average and self._opt.config.stage > 0
+        alone = self._opt.gradients.average and self._opt.config.stage > 0
         scale = float(ranks) if alone else 1.0
-        if self._opt.config.stage == 0 and not self._opt.average:
+        if self._opt.config.stage == 0 and not self._opt.gradients.average:
             scale = 1.0 / ranks
         if param not in new:
             grad = new[param] = torch.zeros(
@@ -181,9 +181,9 @@ class Resumption:
         for act in self._apply:
             act()
         if self._stored["begun"]:
-            self._opt.enter_step()
+            self._opt.gradients.begin()
             arrived = set(self._stored["arrived"])
-            self._opt.rounds.resume(
+            self._opt.gradients.rounds.resume(
                 self._stored["done"],
                 [
                     {i for i, p in enumerate(section.params) if held.names[p] in arrived}
@@ -191,4 +191,4 @@ class Resumption:
                 ],
             )
         else:
-            self._opt.rounds.local = True
+            self._opt.gradients.rounds.local = True

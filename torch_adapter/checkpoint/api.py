@@ -14,13 +14,13 @@ from zerohvd.checkpoint import Plan as SavePlan
 from zerohvd.checkpoint import save as save_planned
 from zerohvd.checkpoint.format import absolute
 from zerohvd.checkpoint.loading import read_together, states
+from zerohvd.communication.rendezvous import Call
 from zerohvd.torch.checkpoint import accumulation, rng, storing
 from zerohvd.torch.checkpoint.holdings import Holdings, owner_of
 from zerohvd.torch.checkpoint.plain_files import TORCH_SUFFIXES, open_torch_file
 from zerohvd.torch.checkpoint.restoring import Plan
 from zerohvd.torch.checkpoint.tensors import from_array, to_array
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives, join
-from zerohvd.torch.communication.entry import LOAD, SAVE
 from zerohvd.torch.optimizer.zero_optimizer import ZeroOptimizer
 
 
@@ -68,7 +68,7 @@ def prepare_save(
 ) -> tuple[TorchCollectives | LocalCollectives, SavePlan]:
     """Bring the ranks together; returns how this one comes to its part of the checkpoint."""
     holder = owner(model, opt, "zero.save")
-    ranks = meet(holder, SAVE)
+    ranks = meet(holder, Call.SAVE)
     found: list[Holdings] = []
     shared: dict[str, Any] = {}
 
@@ -122,7 +122,7 @@ def load(
     """
     folder = absolute(path)
     holder = owner(model, opt, "zero.load")
-    ranks = meet(holder, LOAD)
+    ranks = meet(holder, Call.LOAD)
     loading: list[_Loading] = []
 
     def read() -> str:
@@ -209,12 +209,11 @@ class _Loading:
         opt = self._held.opt
         with torch.no_grad():
             if opt is not None:
-                _drop_gradients(opt)
+                opt.gradients.drop_all()
             self._plan.apply()
             if opt is not None:
                 opt.publish()
-                opt.loads += 1
-                opt.absorb()
+                opt.loaded()
             else:
                 torch.autograd.graph.increment_version(list(self._held.params.values()))
             if self._resumption is not None:
@@ -231,15 +230,6 @@ class _Loading:
         return self._state.get("extra")
 
 
-def _drop_gradients(opt: ZeroOptimizer) -> None:
-    """Gradients of what the model was before mean nothing to what it is going to be."""
-    opt.end_step()
-    for section in opt.sections:
-        section.reducer.release()
-        for param in section.params:
-            param.grad = None
-
-
 def owner(
     model: torch.nn.Module, opt: ZeroOptimizer | None, what: str = "CheckpointManager"
 ) -> ZeroOptimizer | None:
@@ -254,14 +244,12 @@ def owner(
     return owner_of(model) if opt is None else opt
 
 
-def meet(opt: ZeroOptimizer | None, doing: int) -> TorchCollectives | LocalCollectives:
+def meet(opt: ZeroOptimizer | None, call: Call) -> TorchCollectives | LocalCollectives:
     """All ranks come to the same call, with nothing under way between them."""
     if opt is None:
         return join()
-    opt.entry.check()  # of a step under way
-    opt.entry.open(doing, opt.all_params())
-    opt.entry.check()
-    if opt.entered:  # on all ranks alike, as they have just compared
+    opt.meet(call)
+    if opt.gradients.begun:  # on all ranks alike, as they have just compared
         together(opt.collectives, "pause", lambda: accumulation.check(opt))
         accumulation.pause(opt)
     if opt.units is not None:

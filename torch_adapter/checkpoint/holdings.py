@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from zerohvd.layout import Layout, Span
+from zerohvd.torch.gradients.section import Section
 from zerohvd.torch.optimizer.zero_optimizer import ZeroOptimizer
-from zerohvd.torch.params.section import ShardedParams
+from zerohvd.torch.params.owned import optimizer_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +39,8 @@ class Held:
 def owner_of(model: torch.nn.Module) -> ZeroOptimizer | None:
     """The sharded optimizer that holds parameters of this model, if there is one."""
     for param in model.parameters():
-        owner = getattr(param, "_zerohvd_owner", None)
-        if owner is not None and owner() is not None:
-            found = owner()
+        found = optimizer_of(param)
+        if found is not None:
             assert isinstance(found, ZeroOptimizer)
             return found
     return None
@@ -65,7 +65,7 @@ class Holdings:
         self.params: dict[str, torch.nn.Parameter] = {}
         self.buffers: dict[str, torch.Tensor] = {}
         self._walk()
-        self.sections: list[ShardedParams] = [] if opt is None else opt.sections
+        self.sections: Sequence[Section] = [] if opt is None else opt.sections
         self.pieces = list(self._pieces())
         self.ranks = 1 if opt is None else opt.collectives.size
         self.replicated = opt is not None and opt.config.stage == 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from zerohvd.checkpoint.managing import CheckpointManager as _CheckpointManager
+from zerohvd.communication.rendezvous import Call
 from zerohvd.torch.checkpoint import api
-from zerohvd.torch.communication.entry import LOAD
 
 
 class CheckpointManager(_CheckpointManager):
@@ -16,4 +16,4 @@ class CheckpointManager(_CheckpointManager):
     _load = staticmethod(api.load)
 
     def _join(self, model: Any, opt: Any) -> Any:
-        return api.meet(api.owner(model, opt), LOAD)
+        return api.meet(api.owner(model, opt), Call.LOAD)

@@ -4,33 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import horovod.torch as hvd
 import torch
 from horovod.torch import mpi_ops
 
-from zerohvd.communication.collectives import HorovodCollectives, SingleProcess
+from zerohvd.communication.collectives import Done, Handle, HorovodCollectives, SingleProcess
 from zerohvd.tools.launchers import check_ranks
+from zerohvd.torch import compat
 from zerohvd.torch.communication import arrays
-
-
-class Handle(Protocol):
-    """Something under way."""
-
-    def wait(self) -> None: ...
-
-    def done(self) -> bool: ...
-
-
-class _Done:
-    """Nothing was under way."""
-
-    def wait(self) -> None:
-        return
-
-    def done(self) -> bool:
-        return True
 
 
 class _HorovodHandle:
@@ -44,7 +27,7 @@ class _HorovodHandle:
 
     def done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
-        return self._handle not in mpi_ops._handle_map or bool(mpi_ops.poll(self._handle))
+        return compat.is_done(self._handle)
 
 
 class Exchange(NamedTuple):
@@ -74,7 +57,7 @@ class TorchCollectives(HorovodCollectives):
             native: Use Horovod's own reducescatter where it fits; by default for GPUs, where
                 NCCL's is the fastest.
         """
-        super().__init__(hvd, process_set)
+        super().__init__(hvd, arrays, process_set)
         self._native = native
         self.process_set_id: int = self._set.process_set_id
 
@@ -100,7 +83,7 @@ class TorchCollectives(HorovodCollectives):
         self._note(name, "reducescatter", x, moved=(x.numel() - own) * x.element_size())
         if self._use_native(x, lengths):
             out = x.new_empty(own) if into is None else into
-            started = mpi_ops._reducescatter_async(x, out, name, hvd.Sum, self._set, 1.0, 1.0)
+            started = compat.reducescatter_start(x, out, name, self._set)
             return Exchange(_HorovodHandle(started, x), [out], out)
         if self.size == 2:
             return self._exchange_with_other(x, lengths, name, into)
@@ -126,9 +109,8 @@ class TorchCollectives(HorovodCollectives):
     def _alltoall_start(
         self, x: torch.Tensor, splits: Sequence[int], out: torch.Tensor, name: str
     ) -> Handle:
-        received = torch.empty(self.size, dtype=torch.int32)
-        started = mpi_ops._alltoall_async(
-            _wire(x), arrays.splits(splits), _wire(out), received, name, self._set
+        started = compat.alltoall_start(
+            _wire(x), arrays.splits(splits), _wire(out), name, self._set
         )
         return _HorovodHandle(started, x)
 
@@ -142,7 +124,7 @@ class TorchCollectives(HorovodCollectives):
             return self._alltoall_start(own, splits, parts[1 - self.rank], name)
         # Input and output of an allgather must not overlap.
         sent = own.clone()
-        started = mpi_ops._allgather_async(_wire(sent), _wire(x), name, self._set)
+        started = compat.allgather_start(_wire(sent), _wire(x), name, self._set)
         return _HorovodHandle(started, sent)
 
     def gather_into(
@@ -157,7 +139,7 @@ class TorchCollectives(HorovodCollectives):
             _put(own, parts[self.rank])
             splits = [0, own.numel()] if self.rank == 0 else [own.numel(), 0]
             return self._alltoall_start(own, splits, parts[1 - self.rank], name)
-        started = mpi_ops._allgather_async(_wire(own), _wire(out), name, self._set)
+        started = compat.allgather_start(_wire(own), _wire(out), name, self._set)
         return _HorovodHandle(started, own)
 
     def broadcast_in_place(self, x: torch.Tensor, root: int = 0, *, name: str) -> None:
@@ -188,19 +170,19 @@ class LocalCollectives(SingleProcess):
         name: str,
         into: torch.Tensor | None = None,
     ) -> Exchange:
-        return Exchange(_Done(), [x], x.new_empty(0))
+        return Exchange(Done(), [x], x.new_empty(0))
 
     def gather_start(self, x: torch.Tensor, lengths: Sequence[int], *, name: str) -> Handle:
-        return _Done()
+        return Done()
 
     def gather_into(
         self, out: torch.Tensor, own: torch.Tensor, lengths: Sequence[int], *, name: str
     ) -> Handle:
         _put(own, out)
-        return _Done()
+        return Done()
 
     def allreduce_start(self, x: torch.Tensor, op: str = "sum", *, name: str) -> Handle:
-        return _Done()
+        return Done()
 
     from_numpy = staticmethod(arrays.from_numpy)
     to_numpy = staticmethod(arrays.to_numpy)

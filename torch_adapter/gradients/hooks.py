@@ -1,39 +1,31 @@
-"""The hooks on parameters and modules; those of tied weights are in a room of their own."""
+"""Hooks that tell when a backward pass has made a gradient."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from zerohvd.torch.stage3.unit import Unit
-    from zerohvd.torch.stage3.units import Units
+from torch.utils.hooks import RemovableHandle
 
 
-def mark_own(hook: Any) -> None:
-    """Note that a hook on a gradient is ours."""
-    hook._zerohvd = True
+class Owner(Protocol):
+    """Takes gradients."""
 
-
-def only_own(param: torch.Tensor) -> bool:
-    """Whether nobody else has hooks that see the parameter's gradient."""
-    hooks = param._post_accumulate_grad_hooks or {}
-    return not param._backward_hooks and all(hasattr(h, "_zerohvd") for h in hooks.values())
+    def arrived(self, section: int, index: int) -> None: ...
 
 
 class GradHooks:
-    """Calls `owner._arrived(section, index)` when `params[index].grad` has been added to.
+    """Calls `owner.arrived(section, index)` when `params[index].grad` has been added to.
 
     The hooks live as long as the parameters, so they must not keep the owner alive.
     """
 
-    def __init__(self, params: Sequence[torch.nn.Parameter], owner: Any, section: int) -> None:
+    def __init__(self, params: Sequence[torch.nn.Parameter], owner: Owner, section: int) -> None:
         self._owner = weakref.ref(owner)
         self._section = section
-        self._handles = [
+        self._handles: list[RemovableHandle] = [
             param.register_post_accumulate_grad_hook(self._make(index))
             for index, param in enumerate(params)
         ]
@@ -47,57 +39,6 @@ class GradHooks:
                 # A backward pass with create_graph=True runs hooks with gradients switched on.
                 with torch.no_grad():
                     living.arrived(section, index)
-
-        mark_own(hook)
-        return hook
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-
-class UnitHooks:
-    """Tells `units` when a unit's module runs, or a module inside it that is called on its own.
-
-    The hooks live as long as the model, and so does `units`: the model cannot run without it.
-    """
-
-    def __init__(self, units: Units) -> None:
-        # A compiler must not look into these; around them it may compile what it likes.
-        self._enter = torch.compiler.disable(units.enter)
-        self._leave = torch.compiler.disable(units.leave)
-        self._handles: list[Any] = []
-        for unit in units.all:
-            for module in dict.fromkeys([unit.module, *unit.owners]):
-                inner = module is not unit.module
-                self._handles += [
-                    module.register_forward_pre_hook(self._before(unit, inner), prepend=True),
-                    module.register_forward_hook(self._after(unit, inner), always_call=True),
-                ]
-
-    def _before(self, unit: Unit, inner: bool) -> Callable[[torch.nn.Module, Any], None]:
-        enter = self._enter
-
-        def hook(module: torch.nn.Module, _: Any) -> None:
-            if inner and (torch.compiler.is_compiling() or unit.depth):
-                return
-            unit.running.append((module, None))  # if the next line fails, there was no use
-            unit.running[-1] = (module, enter(unit))
-
-        return hook
-
-    def _after(self, unit: Unit, inner: bool) -> Callable[[torch.nn.Module, Any, Any], None]:
-        leave = self._leave
-
-        def hook(module: torch.nn.Module, _: Any, outputs: Any) -> None:
-            if inner and torch.compiler.is_compiling():
-                return
-            if not unit.running or unit.running[-1][0] is not module:
-                return
-            _, use = unit.running.pop()
-            if use is not None:
-                leave(unit, use, outputs)
 
         return hook
 

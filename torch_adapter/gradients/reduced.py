@@ -9,7 +9,7 @@ import torch
 
 from zerohvd.numerics import finish_norm
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
-from zerohvd.torch.params.section import ShardedParams
+from zerohvd.torch.gradients.section import Section
 
 
 class ReducedGrads:
@@ -24,7 +24,7 @@ class ReducedGrads:
 
     def __init__(
         self,
-        sections: Sequence[ShardedParams],
+        sections: Sequence[Section],
         collectives: TorchCollectives | LocalCollectives,
         prefix: str,
         *,

@@ -13,9 +13,8 @@ from zerohvd.layout import Bucket, Layout
 from zerohvd.numerics import DivideFactors
 from zerohvd.torch.communication import arrays
 from zerohvd.torch.communication.collectives import Exchange, LocalCollectives, TorchCollectives
-from zerohvd.torch.pages import POOL, Range, borrow
+from zerohvd.torch.gradients.shard_buffers import ShardBuffers
 from zerohvd.torch.params.buffers import zero_padding
-from zerohvd.torch.shard_memory import ShardMemory
 
 # A bucket of the user's travels in this many parts, each a bucket of the layout. Of these, two may
 # be on their way while one is filled: full gradients of less than two buckets. Smaller parts cost
@@ -36,7 +35,6 @@ class _Pending:
     bucket: int
     sent: torch.Tensor  # the whole local gradient
     exchange: Exchange
-    borrowed: Range | None  # the memory behind it, unless that is the heap's
 
 
 class GradReducer:
@@ -80,19 +78,17 @@ class GradReducer:
             for slots in layout.slots_of
         ]
         self._flats: list[torch.Tensor | None] = [None] * len(layout.buckets)
-        self._borrowed: dict[int, Range] = {}  # behind flats
         self._filled: list[set[int]] = [set() for _ in layout.buckets]
         self._pending: deque[_Pending] = deque()
         self.shards = [None] * len(layout.buckets)
-        # Of two ranks at stage 2, what has been received becomes the shard, in the heap: there it
-        # takes the place of activations that are gone.
-        outside = stage >= 3 or (stage == 2 and layout.size != 2)
-        buckets = layout.buckets if outside else ()
-        self.memory = ShardMemory(
-            [self._lengths[b.index][self._rank] for b in buckets],
-            [shard_dtypes[b.index] for b in buckets],
-            [params[b.slots[0].param].device for b in buckets],
+        self._buffers = ShardBuffers(
+            [lengths[self._rank] for lengths in self._lengths],
+            shard_dtypes,
+            [params[b.slots[0].param].device for b in layout.buckets],
         )
+        # Two ranks at stage 2 keep what they have received from each other as the shard. It is
+        # allocated when activations are freed, so that the peak of a step is lower.
+        self._keeps_received = stage == 2 and layout.size == 2
         self.weight: float | None = None  # of this rank in this step
         self.begin_step()
 
@@ -171,13 +167,15 @@ class GradReducer:
         if self._stage == 0:
             exchange = self._allreduce(sent, name)
         else:
-            into = self.memory.of(b) if self.shards[b] is None else None
+            into = None
+            if self.shards[b] is None and self._stage >= 2 and not self._keeps_received:
+                into = self._buffers.shard(b)
             exchange = self._collectives.exchange_start(
                 sent, self._lengths[b], name=name, into=into
             )
         if self._stage < 2:
             self._keep_shard_in(b, bucket, source)
-        self._pending.append(_Pending(b, sent, exchange, self._borrowed.pop(b, None)))
+        self._pending.append(_Pending(b, sent, exchange))
 
     def finish(self, b: int | None = None) -> None:
         """Wait until bucket `b` has been reduced, or all of them."""
@@ -191,17 +189,15 @@ class GradReducer:
             for param in self._params:
                 param.grad = None
 
-    def release(self) -> None:
-        """Free the gradients: the forward pass needs the memory for activations, and the next
-        backward pass allocates from what it frees of those."""
+    def release(self, *, keep_buffers: bool = True) -> None:
+        """Drop the gradients. The buffers of the shards stay for the next step."""
         self.shards = [None] * len(self._layout.buckets)
         self._flats = [None] * len(self._layout.buckets)
-        for range_ in self._borrowed.values():
-            range_.free()
-        self._borrowed = {}
-        self.memory.drop()
-        if self._stage < 3:
-            POOL.trim()  # nothing will be gathered into these pages
+        self._buffers.release(keep=keep_buffers)
+
+    def show_to_user(self) -> None:
+        """Note that user code can see the shards, and may keep them beyond `release`."""
+        self._buffers.seen_by_user = True
 
     def _weighed(self, source: torch.Tensor) -> torch.Tensor:
         """What goes out for `source`: scaled, in the wire's dtype."""
@@ -234,7 +230,8 @@ class GradReducer:
         return [t for t in held if t is not None]
 
     def scratch(self) -> list[torch.Tensor]:
-        return [p.exchange.scratch for p in self._pending]
+        """Every tensor held here that holds no gradients: memory of exchanges, idle buffers."""
+        return [*(p.exchange.scratch for p in self._pending), *self._buffers.tensors]
 
     def _allreduce(self, sent: torch.Tensor, name: str) -> Exchange:
         if sent.dtype == torch.bfloat16 and self._collectives.size > 1:
@@ -284,25 +281,13 @@ class GradReducer:
             chain = [i for i, _ in self._layout.slots_of[bucket.slots[0].param]]
             chain = chain if len(bucket.slots) == 1 else [b]
         lengths = [self._layout.buckets[i].padded for i in chain]
-        whole = self._borrow(b, like) if self._stage >= 3 else None
-        whole = like.new_empty(sum(lengths)) if whole is None else whole
+        whole = like.new_empty(sum(lengths))
         for i, flat in zip(chain, whole.split(lengths), strict=True):
             zero_padding(flat, self._layout.buckets[i])
             self._flats[i] = flat
         allocated = self._flats[b]
         assert allocated is not None
         return allocated
-
-    def _borrow(self, b: int, like: torch.Tensor) -> torch.Tensor | None:
-        """Memory for a bucket's full gradient, of what units have left: when a backward pass
-        begins, the heap is full of activations."""
-        if like.device.type != "cpu":
-            return None
-        range_ = borrow(self._layout.buckets[b].padded * like.element_size())
-        if range_ is None:
-            return None
-        self._borrowed[b] = range_
-        return range_.tensor.view(like.dtype)
 
     def _view_of(self, index: int) -> torch.Tensor:
         """The parameter's gradient inside the flat buffers of stages 0 and 1."""
@@ -325,16 +310,13 @@ class GradReducer:
             shard = self.shards[b] = self._new_shard(b, pending.exchange.scratch)
         _combine(shard, pending.exchange.parts, self._factors.after, add=self._fresh[b])
         self._fresh[b] = True
-        if pending.borrowed is not None:
-            pending.borrowed.free()
 
     def _new_shard(self, b: int, scratch: torch.Tensor) -> torch.Tensor:
-        """Memory for the sum; what has been received from the one other rank will do."""
+        """Memory for the sum; what has been received from the one other rank, if it fits."""
         length, dtype = self._lengths[b][self._rank], self._shard_dtypes[b]
         if scratch.numel() == length and scratch.dtype == dtype:
             return scratch
-        memory = self.memory.of(b)
-        return scratch.new_empty(length, dtype=dtype) if memory is None else memory
+        return self._buffers.shard(b)
 
 
 def _combine(

@@ -9,15 +9,15 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
+from zerohvd.communication.rounds import check_passes
 from zerohvd.config import ZeroConfig
-from zerohvd.torch import heap
 from zerohvd.torch.communication.collectives import join
 from zerohvd.torch.communication.compression import Compression, wire_dtype
-from zerohvd.torch.gradients.rounds import check_passes
 from zerohvd.torch.optimizer.offload import Offload
 from zerohvd.torch.optimizer.partition import choose_partition
 from zerohvd.torch.optimizer.zero_optimizer import MakeUnits, ZeroOptimizer
 from zerohvd.torch.params.naming import bucket_groups, groups_bucket_bytes, name_parameters
+from zerohvd.torch.stage3.deferred import is_deferred
 
 
 def DistributedOptimizer(
@@ -86,7 +86,7 @@ def DistributedOptimizer(
     elsewhere = _offload(offload, path)
     collectives = join(process_set)
     groups_of = [list(g["params"]) for g in optimizer.param_groups]
-    named = name_parameters(groups_of, named_parameters)
+    named = name_parameters(groups_of, named_parameters, is_deferred=is_deferred)
     if num_groups and groups is None:
         groups = num_groups
     named = bucket_groups(named, groups)
@@ -101,7 +101,7 @@ def DistributedOptimizer(
         partition=choose_partition(optimizer, partition),
         **options,
     )
-    sharded = ZeroOptimizer(
+    return ZeroOptimizer(
         optimizer,
         named,
         collectives,
@@ -113,9 +113,6 @@ def DistributedOptimizer(
         units=_units,
         offload=elsewhere,
     )
-    if offload is None and any(n.param.device.type == "cpu" for n in named):
-        heap.keep_large()
-    return sharded
 
 
 def _offload(where: str | None, path: str | os.PathLike[str] | None) -> Offload | None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
+import mmap
 import os
+import sys
+import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zerohvd.torch import heap
-from zerohvd.torch.params.section import OwnedPiece, ShardedParams
+from zerohvd.torch.gradients.section import Section
+from zerohvd.torch.params.owned import OwnedPiece
 
-_MADV_DONTNEED = 4
 _numbers = itertools.count()
+
+# A mapping does not need its file descriptor, of which a process has about a thousand. Before
+# Python 3.13 it keeps one nevertheless.
+_MAP_OPTIONS: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 
 
 class Offload:
@@ -41,8 +46,8 @@ class Offload:
         self._folder = None if path is None else Path(path)
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            heap.map_large()  # the state of one section after the other goes through it
-        self._files: dict[int, int] = {}  # address of a mapping -> bytes
+        # By the address of a mapping. It goes with the last tensor that uses it, and its file too.
+        self._mappings: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
 
     # -- memory -----------------------------------------------------------------------------------
 
@@ -54,12 +59,15 @@ class Offload:
         return None if same else shard.to("cpu", dtype, copy=True)
 
     def _file(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        tensor = self.scratch(count, dtype)
-        self._files[tensor.data_ptr()] = max(1, count) * dtype.itemsize
+        tensor, mapping = self._map(count, dtype)
+        self._mappings[tensor.untyped_storage().data_ptr()] = mapping
         return tensor
 
     def scratch(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor in a file that goes when the tensor does; no state of the optimizer yet."""
+        """Return a tensor in a file that goes with the tensor; no state of the optimizer yet."""
+        return self._map(count, dtype)[0]
+
+    def _map(self, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, mmap.mmap]:
         assert self._folder is not None
         size = max(1, count) * dtype.itemsize
         name = self._folder / f"zerohvd-{os.getpid()}-{next(_numbers)}"
@@ -67,7 +75,7 @@ class Offload:
         try:
             # A sparse file on a full disk would end the process by a signal, at some later write.
             os.posix_fallocate(descriptor, 0, size)
-            tensor = torch.from_file(str(name), shared=True, size=count, dtype=dtype)
+            mapping = mmap.mmap(descriptor, size, **_MAP_OPTIONS)
         except OSError as error:
             raise OSError(
                 error.errno,
@@ -77,15 +85,15 @@ class Offload:
         finally:
             os.close(descriptor)
             name.unlink(missing_ok=True)
-        return tensor
+        return torch.frombuffer(mapping, dtype=dtype)[:count], mapping
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor is in a file, and not in memory."""
-        return tensor.untyped_storage().data_ptr() in self._files
+        return tensor.untyped_storage().data_ptr() in self._mappings
 
     # -- updating ---------------------------------------------------------------------------------
 
-    def absorb(self, inner: torch.optim.Optimizer, section: ShardedParams) -> None:
+    def absorb(self, inner: torch.optim.Optimizer, section: Section) -> None:
         """Move new state into files, and drop what is there from memory."""
         if not self.on_disk:
             return
@@ -101,7 +109,7 @@ class Offload:
             self._drop(tensor)
 
     def _in_memory(
-        self, inner: torch.optim.Optimizer, section: ShardedParams
+        self, inner: torch.optim.Optimizer, section: Section
     ) -> dict[str, list[OwnedPiece]]:
         """Per key of the state: the pieces whose tensor is not in a file yet."""
         found: dict[str, list[OwnedPiece]] = {}
@@ -113,7 +121,7 @@ class Offload:
         return found
 
     def _mapped(
-        self, inner: torch.optim.Optimizer, section: ShardedParams
+        self, inner: torch.optim.Optimizer, section: Section
     ) -> Iterator[torch.Tensor]:
         yield from (m for m in section.masters if m is not None)
         for owned in section.owned:
@@ -121,11 +129,9 @@ class Offload:
 
     def _drop(self, tensor: torch.Tensor) -> None:
         """Give the pages back; the file keeps the values."""
-        address = tensor.untyped_storage().data_ptr()
-        size = self._files.get(address)
-        if size is not None:
-            libc = ctypes.CDLL(None, use_errno=True)
-            libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_DONTNEED)
+        mapping = self._mappings.get(tensor.untyped_storage().data_ptr())
+        if mapping is not None:
+            mapping.madvise(mmap.MADV_DONTNEED)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zerohvd.errors import ShardedStateError
 from zerohvd.layout import Bucket, Span
 from zerohvd.torch.communication import arrays
 
 if TYPE_CHECKING:
+    from zerohvd.torch.gradients.section import Section
     from zerohvd.torch.optimizer.zero_optimizer import ZeroOptimizer
-    from zerohvd.torch.params.section import ShardedParams
 
 State = dict[str, Any]
 
@@ -28,19 +26,6 @@ class PieceState:
 
     span: Span  # inside the flattened parameter
     tensor: torch.nn.Parameter
-
-
-def refuse_horovod_callers(method: str) -> None:
-    """Horovod's helpers treat rank 0's state as everybody's, which destroys sharded state."""
-    frame = sys._getframe(2)
-    if frame.f_globals.get("__name__", "").startswith("horovod."):
-        caller = frame.f_code.co_name
-        raise ShardedStateError(
-            f"horovod's {caller}() called {method}() of a sharded optimizer: it would spread one "
-            "rank's shard over all ranks. The state needs no broadcast after construction; to "
-            "restore it, call opt.load_state_dict(full_state) on every rank, where full_state "
-            "comes from opt.state_dict()."
-        )
 
 
 # -- from whole to sharded ---------------------------------------------------------------------
@@ -149,19 +134,6 @@ def _check_values(opt: ZeroOptimizer, param: torch.nn.Parameter, values: State) 
 # -- from sharded to whole ---------------------------------------------------------------------
 
 
-def with_hooks(
-    opt: ZeroOptimizer, method: str, make: Callable[[], dict[str, Any]]
-) -> dict[str, Any]:
-    """Run `make` between the state-dict hooks that the user has registered."""
-    for before in getattr(opt, f"_optimizer_{method}_pre_hooks", {}).values():
-        before(opt)
-    made = make()
-    for after in getattr(opt, f"_optimizer_{method}_post_hooks", {}).values():
-        changed = after(opt, made)
-        made = made if changed is None else changed
-    return made
-
-
 def consolidate(opt: ZeroOptimizer, to: int | None) -> dict[str, Any]:
     """The plain optimizer's state_dict, collected bucket by bucket on rank `to`, or everywhere."""
     size = opt.collectives.size
@@ -184,7 +156,7 @@ def consolidate(opt: ZeroOptimizer, to: int | None) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-def _collect(opt: ZeroOptimizer, section: ShardedParams, to: int | None) -> dict[int, State]:
+def _collect(opt: ZeroOptimizer, section: Section, to: int | None) -> dict[int, State]:
     """Per parameter index: its whole state."""
     everyone = [_describe(opt, section)]
     if section.layout.size > 1:
@@ -212,7 +184,7 @@ def _collect(opt: ZeroOptimizer, section: ShardedParams, to: int | None) -> dict
     return {i: {k: v[k] for k in order[i] if k in v} for i, v in collected.items()}
 
 
-def _describe(opt: ZeroOptimizer, section: ShardedParams) -> dict[str, dict[str, list[Any]]] | str:
+def _describe(opt: ZeroOptimizer, section: Section) -> dict[str, dict[str, list[Any]]] | str:
     """What this rank holds, as JSON can say it: parameter -> key -> [kind, value, dtype].
 
     A string says what cannot be said, for all ranks to raise.
@@ -258,7 +230,7 @@ class _Gather:
     def __init__(
         self,
         opt: ZeroOptimizer,
-        section: ShardedParams,
+        section: Section,
         to: int | None,
         known: dict[int, dict[str, list[Any]]],
         collected: dict[int, State],

@@ -8,31 +8,33 @@ from typing import NamedTuple
 
 import torch
 
+from zerohvd.torch import compat
 from zerohvd.torch.communication.collectives import Handle
+from zerohvd.torch.gradients.section import Section
 from zerohvd.torch.optimizer.offload import Offload
 from zerohvd.torch.optimizer.partition import is_elementwise
-from zerohvd.torch.params.section import ShardedParams
 
 # The first part is updated while the gradients of the rest come in, and goes out while the rest is
 # updated.
 WAVES = 2
 
 
-class Part(NamedTuple):
+class BucketRange(NamedTuple):
     """Buckets of one section."""
 
-    section: ShardedParams
+    section: Section
     buckets: range
 
 
-def plan(
-    sections: Sequence[ShardedParams], inner: torch.optim.Optimizer, offload: Offload | None
-) -> list[list[Part]]:
+def plan_waves(
+    sections: Sequence[Section], inner: torch.optim.Optimizer, offload: Offload | None
+) -> list[list[BucketRange]]:
     """The waves of a step: lists of parts that are updated by one call of the inner optimizer."""
     if offload is not None and offload.on_disk:
-        return [[Part(s, s.buckets)] for s in sections]  # the state of one is in memory at a time
+        # The state of one section is in memory at a time.
+        return [[BucketRange(s, s.buckets)] for s in sections]
     if not can_be_split(inner):
-        return [[Part(s, s.buckets) for s in sections]]
+        return [[BucketRange(s, s.buckets) for s in sections]]
     return _cut(sections)
 
 
@@ -41,32 +43,28 @@ def can_be_split(inner: torch.optim.Optimizer) -> bool:
 
     An optimizer of the user's may count its calls, and so may hooks.
     """
-    hooks = (inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks)
-    # A learning-rate scheduler made for the inner optimizer only notes that step() was called.
-    step = vars(inner).get("step")
-    replaced = step is not None and not hasattr(step, "_wrapped_by_lr_sched")
-    return is_elementwise(inner) and not any(hooks) and not replaced
+    return is_elementwise(inner) and not compat.counts_calls(inner)
 
 
-def _cut(sections: Sequence[ShardedParams]) -> list[list[Part]]:
+def _cut(sections: Sequence[Section]) -> list[list[BucketRange]]:
     """Runs of buckets of about equal bytes, in the order in which they have been sent."""
     goal = sum(b.nbytes for s in sections for b in s.layout.buckets) / WAVES
-    waves: list[list[Part]] = [[]]
+    waves: list[list[BucketRange]] = [[]]
     filled = 0
     for section in sections:
         first = 0
         for b, bucket in enumerate(section.layout.buckets):
             filled += bucket.nbytes
             if filled >= goal and len(waves) < WAVES:
-                waves[-1].append(Part(section, range(first, b + 1)))
+                waves[-1].append(BucketRange(section, range(first, b + 1)))
                 waves.append([])
                 first, filled = b + 1, 0
-        waves[-1].append(Part(section, range(first, section.buckets.stop)))
+        waves[-1].append(BucketRange(section, range(first, section.buckets.stop)))
     return waves
 
 
 def run(
-    waves: Sequence[Sequence[Part]],
+    waves: Sequence[Sequence[BucketRange]],
     inner: torch.optim.Optimizer,
     offload: Offload | None,
     *,

@@ -9,14 +9,12 @@ from typing import Any
 import torch
 
 from zerohvd.torch.communication.collectives import TorchCollectives, join
-from zerohvd.torch.gradients.hooks import UnitHooks
 from zerohvd.torch.optimizer.distributed import DistributedOptimizer
 from zerohvd.torch.optimizer.zero_optimizer import ZeroOptimizer
-from zerohvd.torch.params.buffers import FlatParams
-from zerohvd.torch.params.section import NamedParam, check_free
+from zerohvd.torch.params.owned import NamedParam, check_free, units_of
 from zerohvd.torch.stage3 import placeholder
 from zerohvd.torch.stage3.deferred import fill_deferred, materialise
-from zerohvd.torch.stage3.gathered import units_of
+from zerohvd.torch.stage3.hooks import UnitHooks
 from zerohvd.torch.stage3.module_state import ModuleState
 from zerohvd.torch.stage3.planning import PERSIST_BELOW, UnitOptions, plan_units
 from zerohvd.torch.stage3.units import Units
@@ -41,7 +39,8 @@ def zeroify(
         units: Stage 3: the modules whose parameters are gathered together. A class, a tuple of
             classes, a predicate of a module, or a list of modules. None: repeated blocks, which are
             items of a ModuleList or Sequential that share their class. What is in no unit is the
-            root, which is gathered during the whole of the forward and backward pass.
+            root, which is gathered during the whole of the forward and backward pass. Copy what you
+            want to keep of a parameter beyond the pass (`.clone()`): the memory of a view is freed.
         persist_below: Stage 3: parameters with fewer elements than this stay gathered.
         reshard_after_forward: Stage 3: False keeps units gathered between their forward and
             backward pass: less traffic, more memory.
@@ -69,7 +68,7 @@ def zeroify(
     )
     _broadcast(model, sharded)
     if sharded.units is not None:
-        sharded.units.free_idle()
+        sharded.units.reshard_idle()
         sharded.units.hooks = [UnitHooks(sharded.units), ModuleState(model, sharded.units)]
     return model, sharded
 
@@ -98,10 +97,10 @@ def _broadcast(model: torch.nn.Module, opt: ZeroOptimizer) -> None:
     collectives = opt.collectives
     if not isinstance(collectives, TorchCollectives):
         return
-    whole = [s.flat for s in opt.sections if isinstance(s.flat, FlatParams)]
+    whole = [s.flat for s in opt.sections if s.flat.replicated]
     for index, flat in enumerate(flat for memory in whole for flat in memory.flats):
         collectives.broadcast_in_place(flat, name=f"zero/init/bucket{index}")
-    sharded = {p for section in opt.sections for p in section.params}
+    sharded = opt.sharded_params()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, torch.Tensor):
             continue

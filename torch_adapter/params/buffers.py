@@ -18,6 +18,7 @@ class FlatParams:
     """
 
     flats: list[torch.Tensor]  # per bucket: 1-D, padded
+    replicated = True
 
     def __init__(self, layout: Layout, params: Sequence[torch.nn.Parameter]) -> None:
         self._layout, self._params = layout, params
@@ -51,9 +52,9 @@ class FlatParams:
                 return index
         return None
 
-    @property
-    def nbytes(self) -> int:
-        return sum(f.numel() * f.element_size() for f in self.flats)
+    def held(self) -> list[torch.Tensor]:
+        """The tensors that hold the parameters."""
+        return self.flats
 
 
 def _chains(layout: Layout) -> list[list[int]]:

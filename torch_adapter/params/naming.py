@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from zerohvd.torch.params.section import NamedParam
-from zerohvd.torch.stage3.deferred import is_deferred
+from zerohvd.torch.params.owned import NamedParam
 
 _MOVABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -19,6 +18,7 @@ def name_parameters(
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
     *,
     first_group: int = 0,
+    is_deferred: Callable[[torch.Tensor], bool] = lambda tensor: False,
 ) -> list[NamedParam]:
     """Every parameter of an optimizer once, in the order of the model, with its name.
 
@@ -26,6 +26,7 @@ def name_parameters(
         groups: The parameters of each group, or (name, parameter) pairs.
         named_parameters: Names from the model, for parameters that come without.
         first_group: Number of the first group, for parameters without any name.
+        is_deferred: Whether a tensor without memory will get its values later.
     """
     names: dict[torch.nn.Parameter, str] = {}
     params: list[torch.nn.Parameter] = []
@@ -47,7 +48,7 @@ def name_parameters(
         # The model's order is that of the forward pass, which optimizer groups may have mixed.
         params = [p for p in given if p in names]
     for param in params:
-        _check_movable(names[param], param)
+        _check_movable(names[param], param, is_deferred)
     return [NamedParam(names[p], p) for p in params]
 
 
@@ -70,7 +71,9 @@ def _check_named(
     return given
 
 
-def _check_movable(name: str, param: torch.nn.Parameter) -> None:
+def _check_movable(
+    name: str, param: torch.nn.Parameter, is_deferred: Callable[[torch.Tensor], bool]
+) -> None:
     if isinstance(param, torch.nn.parameter.UninitializedParameter):
         raise ValueError(
             f"parameter {name!r} of a lazy module has no shape yet: run the model once on a "

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map
 
-from zerohvd.torch import pages
+from zerohvd.torch import compat
+from zerohvd.torch.compat import TorchDispatchMode, tree_iter, tree_map
 
 # Smaller tensors are real: they cost nothing, and code may look at their values.
 REAL_BELOW = 4096
@@ -46,8 +45,8 @@ class _Step:
     kwargs: dict[str, Any]
     outputs: list[torch.Tensor]  # those with memory of their own
     random: torch.Tensor | None  # the generator's state before it
-    reads: set[int]  # memory, by its identity
-    writes: set[int]
+    reads: set[torch.UntypedStorage]
+    writes: set[torch.UntypedStorage]
 
 
 class _Place(NamedTuple):
@@ -66,8 +65,8 @@ class Tape:
 
     def __init__(self) -> None:
         self._steps: list[_Step] = []
-        self._writers: dict[int, list[int]] = {}
-        self._alive: dict[int, torch.Tensor] = {}
+        self._writers: dict[torch.UntypedStorage, list[int]] = {}
+        self._alive: dict[torch.UntypedStorage, torch.Tensor] = {}
 
     def allocate(self, tensor: torch.Tensor) -> None:
         self._alive.setdefault(_memory(tensor), _alias(tensor))
@@ -88,7 +87,7 @@ class Tape:
         Args:
             into: Memory for them, where they lie one behind the other.
         """
-        made: dict[int, _Place] = {}
+        made: dict[torch.UntypedStorage, _Place] = {}
         if into is not None and _fills_its_memory(tensor):
             start = into.storage_offset() * into.element_size()
             made[_memory(tensor)] = _Place(into.untyped_storage(), start)
@@ -97,7 +96,7 @@ class Tape:
                 self._redo(self._steps[number], made)
             return _real(tensor, made)
 
-    def _needed(self, memory: int) -> list[int]:
+    def _needed(self, memory: torch.UntypedStorage) -> list[int]:
         """The steps behind the last state of some memory, in order."""
         needed: set[int] = set()
         open_ = [(memory, len(self._steps))]
@@ -116,7 +115,7 @@ class Tape:
                     break
         return sorted(needed)
 
-    def _redo(self, step: _Step, made: dict[int, _Place]) -> None:
+    def _redo(self, step: _Step, made: dict[torch.UntypedStorage, _Place]) -> None:
         def real(value: Any) -> Any:
             return _real(value, made) if self.holds(value) else value
 
@@ -137,7 +136,7 @@ class Tape:
                 made[_memory(meta)] = _Place(_laid_out_as(meta, value).untyped_storage(), 0)
 
 
-def _real(meta: torch.Tensor, made: dict[int, _Place]) -> torch.Tensor:
+def _real(meta: torch.Tensor, made: dict[torch.UntypedStorage, _Place]) -> torch.Tensor:
     """The tensor in real memory that `meta` stands for."""
     memory = _memory(meta)
     if memory not in made:
@@ -166,12 +165,12 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self._tape = tape
-        self._scratch: pages.Range | pages.Resized | None = None
+        self._scratch = torch.UntypedStorage(0)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        with torch._C.DisableTorchFunction():
+        with compat.without_torch_function_modes():
             return self._dispatch(func, args, kwargs or {})
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -211,35 +210,23 @@ class _Recorder(TorchDispatchMode):
 
     def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Let the generator go on as if the numbers had been used."""
-        taken: list[pages.Range | pages.Resized] = []
+        taken = False
 
-        # Not from the heap: what is written down meanwhile would lie in its gaps, and make it grow.
+        # One buffer for all: blocks that come and go between the tape's entries fragment the heap.
         def scratch(value: Any) -> Any:
+            nonlocal taken
             if not isinstance(value, torch.Tensor) or not value.is_meta:
                 return value
             nbytes = value.untyped_storage().nbytes()
-            if len(taken) or nbytes == 0:
+            if taken or nbytes == 0:
                 return torch.empty_like(value, device="cpu")
-            taken.append(self._scratch_of(nbytes))
-            storage = taken[0].storage
+            taken = True
+            if self._scratch.nbytes() < nbytes:
+                self._scratch = torch.UntypedStorage(nbytes)
             real = torch.empty(0, dtype=value.dtype)
-            return real.set_(storage, value.storage_offset(), value.size(), value.stride())
+            return real.set_(self._scratch, value.storage_offset(), value.size(), value.stride())
 
         func(*tree_map(scratch, args), **tree_map(scratch, _on_host(kwargs)))
-
-
-    def _scratch_of(self, nbytes: int) -> pages.Range | pages.Resized:
-        if self._scratch is None or self._scratch.tensor.numel() < nbytes:
-            self.drop_scratch()
-            self._scratch = pages.make(nbytes, torch.device("cpu"))
-            self._scratch.allocate()
-        return self._scratch
-
-    def drop_scratch(self) -> None:
-        if self._scratch is not None:
-            self._scratch.free()
-            self._scratch = None
-        pages.POOL.trim()
 
 
 class _Disguise(TorchFunctionMode):
@@ -254,7 +241,7 @@ class _Disguise(TorchFunctionMode):
     ) -> Any:
         told = _TOLD.get(func)
         if told is not None:
-            with torch._C.DisableTorchFunction():
+            with compat.without_torch_function_modes():
                 if self._tape.holds(args[0]):
                     return told
         return func(*args, **(kwargs or {}))
@@ -295,7 +282,7 @@ class deferred_init:
     def __exit__(self, *error: Any) -> None:
         self._disguise.__exit__(*error)
         self._recorder.__exit__(*error)
-        self._recorder.drop_scratch()
+        del self._recorder, self._disguise  # and the scratch memory
 
 
 def is_deferred(tensor: torch.Tensor) -> bool:
@@ -321,26 +308,25 @@ def materialise(model: torch.nn.Module, params: Iterable[torch.nn.Parameter]) ->
             embody(param, _values(param))
     done: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
-        for key, value in list(module._buffers.items()):
-            if value is not None and is_deferred(value):
+        for key, value in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if is_deferred(value):
                 if value not in done:
                     done[value] = _values(value)
-                module._buffers[key] = done[value]
+                setattr(module, key, done[value])
 
 
 def embody(param: torch.nn.Parameter, data: torch.Tensor) -> None:
     """Let a parameter without memory have `data`. It stays the object that an optimizer knows."""
     made = torch.nn.Parameter(data, requires_grad=param.requires_grad)
-    # As torch.utils.swap_tensors, which refuses parameters that are weakly referred to, as those
-    # of recurrent layers are: such references are to the object, and that stays.
-    torch._C._swap_tensor_impl(param, made)
+    compat.swap_tensors(param, made)
 
 
 # -- small things ----------------------------------------------------------------------------------
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+def _memory(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """The identity of the memory behind a tensor: equal for all views of it."""
+    return tensor.untyped_storage()
 
 
 def _generator(kwargs: dict[str, Any]) -> torch.Generator:
@@ -383,17 +369,17 @@ def _alias(meta: torch.Tensor) -> torch.Tensor:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The arguments that the operation writes into."""
-    schema = func._schema.arguments
-    values = dict(zip((a.name for a in schema), args, strict=False)) | kwargs
-    names = [a.name for a in schema if a.alias_info is not None and a.alias_info.is_write]
+    arguments = compat.operator_arguments(func)
+    values = dict(zip((name for name, _ in arguments), args, strict=False)) | kwargs
+    names = [name for name, is_written in arguments if is_written]
     return [values[n] for n in names if isinstance(values.get(n), torch.Tensor)]
 
 
-def _replaces(step: _Step, memory: int) -> bool:
+def _replaces(step: _Step, memory: torch.UntypedStorage) -> bool:
     """Whether nothing that was in this memory before matters after the step."""
     if any(_memory(t) == memory for t in step.outputs):
         return True
-    if step.func._schema.name.removeprefix("aten::") not in _REPLACE:
+    if compat.operator_name(step.func) not in _REPLACE:
         return False
     target = step.args[0]
     whole = target.numel() * target.element_size() == target.untyped_storage().nbytes()

@@ -10,14 +10,9 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
+from zerohvd.torch.params.owned import units_of
 from zerohvd.torch.stage3.unit import Unit
 from zerohvd.torch.stage3.units import Units
-
-
-def units_of(param: nn.Parameter) -> Units | None:
-    """Who gathers this parameter; None: it is whole."""
-    owner = getattr(param, "_zerohvd_units", None)
-    return None if owner is None else owner()
 
 
 @contextlib.contextmanager
@@ -27,7 +22,7 @@ def gathered(
     *,
     from_rank: int = 0,
 ) -> Iterator[None]:
-    """Hold parameters whole inside the block, on every rank. All ranks must enter it.
+    """Hold parameters gathered inside the block, on every rank. All ranks must enter it.
 
         with zero.gathered(model.embed):
             print(model.embed.weight.norm())
@@ -35,7 +30,8 @@ def gathered(
             model.embed.weight.zero_()
 
     Parameters that are not sharded may be among them. The units they belong to are gathered whole,
-    so take one after the other of a model that does not fit.
+    so take one after the other of a model that does not fit. A view that is kept after the block
+    shows the values of the block and keeps that copy alive; what is written into it is lost.
 
     Args:
         what: A module, a parameter, or several parameters.
@@ -44,12 +40,8 @@ def gathered(
         from_rank: The rank, inside the optimizer's process set, whose values are kept.
     """
     params = _parameters(what)
-    held = _hold(params)
-    guarded = []
+    held = _lend(params)
     try:
-        for part in (part for _, members in held for unit in members for part in unit.parts):
-            part.guard()
-            guarded.append(part)
         with torch.no_grad() if writable else contextlib.nullcontext():
             yield
         if writable:
@@ -57,10 +49,8 @@ def gathered(
         else:
             _refuse_writes(held)
     finally:
-        for part in guarded:
-            part.unguard()
         for units, members in held:
-            units.let_go(members)
+            units.end_loan(members)
 
 
 def _parameters(what: Any) -> list[nn.Parameter]:
@@ -77,7 +67,7 @@ def _parameters(what: Any) -> list[nn.Parameter]:
     return found
 
 
-def _hold(params: Iterable[nn.Parameter]) -> list[tuple[Units, list[Unit]]]:
+def _lend(params: Iterable[nn.Parameter]) -> list[tuple[Units, list[Unit]]]:
     wanted: dict[Units, list[nn.Parameter]] = {}
     for param in params:
         units = units_of(param)
@@ -86,7 +76,7 @@ def _hold(params: Iterable[nn.Parameter]) -> list[tuple[Units, list[Unit]]]:
     held: list[tuple[Units, list[Unit]]] = []
     for units, members in wanted.items():
         found = units.of(members)
-        units.hold(found)
+        units.lend(found)
         held.append((units, found))
     return held
 

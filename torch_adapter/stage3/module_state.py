@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerohvd.torch import compat
 from zerohvd.torch.stage3 import placeholder
 from zerohvd.torch.stage3.unit import Unit
 from zerohvd.torch.stage3.units import Units
@@ -16,7 +17,7 @@ from zerohvd.torch.stage3.units import Units
 class ModuleState:
     """Hooks that make the state dict of a sharded model, or of a part of it, a plain one.
 
-    Saving is collective and goes unit by unit: besides the result, one unit is whole at a time.
+    Saving is collective and goes unit by unit: besides the result, one unit is gathered at a time.
     Loading is local: every rank reads the whole state and keeps its part.
     """
 
@@ -29,7 +30,7 @@ class ModuleState:
         for module in _with_params(model):
             self._handles += [
                 module.register_state_dict_pre_hook(before),
-                module._register_state_dict_hook(after),
+                compat.register_state_dict_post_hook(module, after),
             ]
         for unit in units.all:
             before, after = self._loading(unit)
@@ -60,19 +61,19 @@ class ModuleState:
         return before, after
 
     def _fill(self, state: dict[str, Any]) -> None:
-        """Put values in the place of stand-ins, and copies in that of memory which will go.
+        """Replace placeholders by values, and views of resized memory by copies.
 
-        Parameters themselves stay: they were asked for by keep_vars=True.
+        Parameters themselves stay: keep_vars=True asks for them.
         """
         parts = [part for unit in self._units.all for part in unit.parts]
-        coming_and_going = {m.storage._cdata for part in parts for m in part.memories}
+        resized = {m.storage for part in parts for m in part.memories}
         wanted: dict[nn.Parameter, list[str]] = {}
         for key, value in state.items():
             if isinstance(value, placeholder.HiddenTensor):
                 wanted.setdefault(placeholder.parameter_of(value), []).append(key)
             elif isinstance(value, nn.Parameter) or not isinstance(value, torch.Tensor):
                 continue
-            elif value.untyped_storage()._cdata in coming_and_going:
+            elif value.untyped_storage() in resized:
                 state[key] = value.clone()
         for param, value in self.stream(wanted):
             state.update(dict.fromkeys(wanted[param], value))
@@ -100,14 +101,14 @@ class ModuleState:
             if not self._open:
                 self._units.loads += 1
             if unit not in self._open:
-                unit.open(self._units)
+                unit.open(self._units.waiting)
             self._open[unit] = self._open.get(unit, 0) + 1
 
         def after(module: nn.Module, incompatible: Any) -> None:
             self._open[unit] -= 1
             if not self._open[unit]:
                 del self._open[unit]
-                unit.close(self._units)
+                unit.close()
 
         return before, after
 

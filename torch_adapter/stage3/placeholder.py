@@ -1,7 +1,7 @@
-"""What a parameter looks like while its values are spread over the ranks.
+"""Placeholder of a sharded parameter: raises an error with the parameter's name on access.
 
-It keeps its identity, shape, dtype, gradient and hooks. Its data is a stand-in without memory, and
-whatever would read or write values raises an error that names the parameter.
+The parameter keeps its identity, shape, dtype, gradient and hooks. Its data is a tensor of one
+element, expanded to the shape, and whatever would read or write values raises.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from zerohvd.errors import ShardedStateError
+from zerohvd.torch.compat import without_torch_function
 
 # Attributes and functions that need no values.
 _ATTRIBUTES = {
@@ -34,7 +35,6 @@ _FUNCTIONS = {
     "_has_compatible_shallow_copy_type", "increment_version", "_increment_version",
     "__dlpack_device__", "_is_zerotensor",
 }
-_BYPASS = torch._C.DisableTorchFunctionSubclass
 
 
 def _accessors(names: Iterable[str], *kinds: str) -> set[Any]:
@@ -55,7 +55,7 @@ class _Hidden:
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in _FREE:
-            with _BYPASS():
+            with without_torch_function():
                 return func(*args)
         return _call_without_values(func, args, kwargs or {})
 
@@ -84,7 +84,7 @@ def _call_without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if attribute == "data" and name == "__set__" and args[1] is args[0]:
         return None  # model.to() of where it is already
     if not attribute and name in _FUNCTIONS:
-        with _BYPASS():
+        with without_torch_function():
             return func(*args, **kwargs)
     if name == "detach":
         return _detached(args[0])
@@ -98,7 +98,7 @@ def _call_without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _goes_nowhere(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether `.to(...)` asks for the device and dtype that the parameter has already."""
-    with _BYPASS():
+    with without_torch_function():
         param = args[0]
         for value in (*args[1:], *kwargs.values()):
             if isinstance(value, torch.dtype) and value != param.dtype:
@@ -111,7 +111,7 @@ def _goes_nowhere(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _detached(hidden: torch.Tensor) -> HiddenTensor:
-    with _BYPASS():
+    with without_torch_function():
         view = torch.Tensor.detach(hidden).as_subclass(HiddenTensor)
     view._zerohvd_name = hidden._zerohvd_name
     view._zerohvd_param = getattr(hidden, "_zerohvd_param", hidden)
@@ -130,7 +130,7 @@ def _first_hidden(values: Any) -> Any:
 
 
 def _describe(hidden: Any) -> str:
-    with _BYPASS():
+    with without_torch_function():
         shape, dtype = tuple(hidden.shape), hidden.dtype
     return f"Parameter {hidden._zerohvd_name!r} {shape} of {dtype}, sharded over the ranks"
 
@@ -157,7 +157,7 @@ def parameter_of(tensor: Any) -> torch.nn.Parameter:
 
 def stand_in(param: torch.Tensor) -> torch.Tensor:
     """The parameter's shape without its memory. Should its values ever be used, they are NaN."""
-    with _BYPASS():
+    with without_torch_function():
         return torch.full((), float("nan"), dtype=param.dtype, device=param.device).expand(
             param.shape
         )
@@ -165,7 +165,7 @@ def stand_in(param: torch.Tensor) -> torch.Tensor:
 
 def hide(param: torch.nn.Parameter, data: torch.Tensor, name: str) -> None:
     """Take the values away; `data` is a stand-in."""
-    with _BYPASS():
+    with without_torch_function():
         param.data = data
     param._zerohvd_name = name
     param.__class__ = HiddenParameter

@@ -86,7 +86,7 @@ def plan_units(model: nn.Module, options: UnitOptions) -> ModelPlan:
         params = [p for p, unit in home.items() if unit is module and p not in persistent]
         if params or module is model:
             held = set(params)
-            owners = [m for m in module.modules() if held & set(m._parameters.values())]
+            owners = [m for m in module.modules() if held & set(m.parameters(recurse=False))]
             named = tuple((names[p], p) for p in params)
             units.append(UnitPlan(name, module, named, tuple(owners)))
     small = tuple((n, p) for p, n in names.items() if p in persistent)
@@ -100,9 +100,7 @@ def _homes(
     chains: dict[nn.Parameter, tuple[nn.Module, ...]] = {}
     names: dict[nn.Parameter, str] = {}
     for path, module, chain in _walk(model, "", (model,), chosen):
-        for key, param in module._parameters.items():
-            if param is None:
-                continue
+        for key, param in module.named_parameters(recurse=False):
             names.setdefault(param, f"{path}{key}")
             known = chains.get(param)
             chains[param] = chain if known is None else _common(known, chain)
@@ -114,10 +112,9 @@ def _walk(
 ) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
     """Every module under every name it has, with the units around it, outermost first."""
     yield path, module, chain
-    for key, child in module._modules.items():
-        if child is not None:
-            inner = (*chain, child) if child in chosen and child not in chain else chain
-            yield from _walk(child, f"{path}{key}.", inner, chosen)
+    for key, child in module.named_children():
+        inner = (*chain, child) if child in chosen and child not in chain else chain
+        yield from _walk(child, f"{path}{key}.", inner, chosen)
 
 
 def _common(a: tuple[nn.Module, ...], b: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:
@@ -135,7 +132,7 @@ def _choose(model: nn.Module, units: Any) -> dict[nn.Module, str]:
     named = {module: name for name, module in reversed(list(model.named_modules())) if name}
     named = dict(reversed(list(named.items())))
     # A compiled module is entered through its wrapper, and hooks inside would be compiled.
-    wrapped = {m._modules.get("_orig_mod") for m in named}
+    wrapped = {_compiled(m) for m in named}
     named = {m: name for m, name in named.items() if m not in wrapped}
     if units is None:
         return {m: named[m] for m in _repeated(model) if m in named}
@@ -151,11 +148,16 @@ def _choose(model: nn.Module, units: Any) -> dict[nn.Module, str]:
     return found
 
 
+def _compiled(module: nn.Module) -> nn.Module | None:
+    """The module inside the wrapper that torch.compile() returns; None for other modules."""
+    return dict(module.named_children()).get("_orig_mod")
+
+
 def _test(units: Any) -> Callable[[str, nn.Module], bool]:
     if isinstance(units, type) or (
         isinstance(units, tuple) and units and all(isinstance(u, type) for u in units)
     ):
-        return lambda name, module: isinstance(module._modules.get("_orig_mod", module), units)
+        return lambda name, module: isinstance(_compiled(module) or module, units)
     if isinstance(units, (list, tuple, set, nn.ModuleList)):
         members = set(units)
         for member in members:

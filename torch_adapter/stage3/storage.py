@@ -1,35 +1,81 @@
-"""The memory of a unit: this rank's shards for good, the whole only while it is needed."""
+"""Memory of a unit: this rank's shards for good, the gathered parameters only while needed."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from zerohvd.errors import DisagreementError
 from zerohvd.layout import Layout
-from zerohvd.torch import pages
 from zerohvd.torch.communication import arrays
 from zerohvd.torch.communication.collectives import Handle, LocalCollectives, TorchCollectives
+from zerohvd.torch.params.owned import set_units
 from zerohvd.torch.stage3 import placeholder
 from zerohvd.torch.stage3.deferred import embody
 
 Fill = Callable[[torch.nn.Parameter, torch.Tensor], None]
 
 
-class UnitFlats:
-    """Takes the place of FlatParams where parameters are sharded.
+class ResizedMemory:
+    """A storage whose bytes can be freed and allocated again.
 
-    `flats` are views of one allocation per dtype, whose bytes come and go. Autograd saves views of
-    parameters (a transposed weight, say) for the backward pass, and a view knows its allocation,
-    not its address: bytes that are freed after the forward pass and gathered again before the
-    backward pass are the ones that it sees.
+    Autograd saves views of parameters (a transposed weight, say) for the backward pass. A view
+    refers to its storage and not to an address, so bytes that are freed after the forward pass and
+    gathered again before the backward pass are the ones it sees. torch does not check accesses: a
+    view that is read while the bytes are freed is a null pointer.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.storage = torch.UntypedStorage(nbytes, device=device)
+        self._nbytes = nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are allocated now."""
+        return self.storage.nbytes()
+
+    def allocate(self) -> None:
+        """Allocate the bytes, with undefined values, unless they are there."""
+        if not self.nbytes:
+            self.storage.resize_(self._nbytes)
+
+    def free(self) -> None:
+        self.storage.resize_(0)
+
+
+class _Group(NamedTuple):
+    """Buckets that share one allocation: a parameter cut into several of them is contiguous."""
+
+    dtype: torch.dtype
+    device: torch.device
+    buckets: list[int]
+    lengths: list[int]  # elements, padded
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.lengths) * self.dtype.itemsize
+
+
+class _Whole(NamedTuple):
+    """All parameters of a unit in one place."""
+
+    flats: list[torch.Tensor]  # per bucket: 1-D, padded
+    views: dict[int, torch.Tensor]  # per parameter, by its index: in its shape
+
+
+class UnitFlats:
+    """Parameters of a unit that are sharded together. Takes the place of FlatParams at stage 3.
+
+    Gathered parameters lie in storages that are resized to zero and back. While they are lent to
+    user code (`lend`), they lie in ordinary memory instead: views that the user keeps stay valid.
     """
 
     flats: list[torch.Tensor]  # per bucket: 1-D, padded; without bytes while sharded
-    shards: list[torch.Tensor]  # per bucket: 1-D, this rank's part; may lie inside of the flat
-    memories: list[pages.Range | pages.Resized]  # the allocations behind `flats`
+    shards: list[torch.Tensor]  # per bucket: 1-D, this rank's part
+    memories: list[ResizedMemory]  # the allocations behind `flats`
+    replicated = False
 
     def __init__(
         self,
@@ -42,8 +88,8 @@ class UnitFlats:
     ) -> None:
         """
         Args:
-            fill: Writes the first values of a parameter into memory; asked on the first rank,
-                whose values everyone gets.
+            fill: Writes the first values of a parameter into memory; called on the first rank,
+                whose values every rank gets.
         """
         self.layout = layout
         self._rank = rank
@@ -57,78 +103,51 @@ class UnitFlats:
         self._members = [
             (i, p) for i, p in enumerate(params) if layout.slots_of[i]
         ]  # empty parameters have nothing to shard
-        self._inside: set[int] = set()  # buckets whose shard lies in the flat, never to be copied
-        self._guards = 0
-        self._guarded: dict[int, torch.Tensor] = {}  # values of such shards, by bucket
-        self._allocate(params)
-        self._views = {i: self._view(i, p) for i, p in self._members}
-        self._stand_ins = {i: placeholder.stand_in(v) for i, v in self._views.items()}
-        self._fill(fill, rank)
-        self._share()
+        self._groups = _groups(layout, params)
+        self.memories = [ResizedMemory(g.nbytes, g.device) for g in self._groups]
+        self._own = self._lay_out(memory.storage for memory in self.memories)
+        self.flats = self._own.flats
+        self._shown: _Whole | None = None  # where the parameters lie now; None: sharded
+        self._pinned = False  # the own memory must stay though other memory is shown
+        self._placeholders = {i: placeholder.stand_in(v) for i, v in self._own.views.items()}
+        self._fill(fill)
+        self.shards = self._share()
         for index, param in self._members:
             if param.is_meta:
-                embody(param, self._views[index])
-        # Each parameter's gradients come this way, and it refers to the parameter. It must not
-        # come and go: references are counted.
-        self._ways = [
-            torch.autograd.graph.get_gradient_edge(p) for _, p in self._members if p.requires_grad
-        ]
+                embody(param, self._own.views[index])
         self.show()
-        self._references = self._count_references()  # when nobody else can have any
         self.free()
 
-    def _allocate(self, params: Sequence[torch.nn.Parameter]) -> None:
-        buckets = self.layout.buckets
-        self.flats = [torch.empty(0)] * len(buckets)
-        self.shards = list(self.flats)
-        self.memories = []
-        alike: dict[tuple[str, torch.device], list[int]] = {}
-        for bucket in buckets:
-            device = _real_device(params[bucket.slots[0].param])
-            alike.setdefault((bucket.dtype, device), []).append(bucket.index)
-        for (dtype, device), indices in alike.items():
-            lengths = [buckets[b].padded for b in indices]
-            like = torch.empty(0, dtype=arrays.dtype_of(dtype), device=device)
-            kept = self._kept(indices, like)
-            memory = pages.make(sum(lengths) * like.element_size(), device, kept)
-            memory.allocate()
-            whole = like.set_(memory.storage, 0, (sum(lengths),))
-            whole.zero_()  # padding is zero for ever, as every rank's part of it is
-            for b, flat in zip(indices, whole.split(lengths), strict=True):
-                self.flats[b] = flat
-            for b, part in zip(indices, memory.kept, strict=False):
-                self.shards[b] = part.view(like.dtype)
-                self._inside.add(b)
-            self.memories.append(memory)
+    def _lay_out(self, storages: Iterable[torch.UntypedStorage]) -> _Whole:
+        """Return views of one storage per group."""
+        flats = [torch.empty(0)] * len(self.layout.buckets)
+        for group, storage in zip(self._groups, storages, strict=True):
+            like = torch.empty(0, dtype=group.dtype, device=group.device)
+            whole = like.set_(storage, 0, (sum(group.lengths),))
+            for b, flat in zip(group.buckets, whole.split(group.lengths), strict=True):
+                flats[b] = flat
+        return _Whole(flats, {i: self._view(flats, i, p.shape) for i, p in self._members})
 
-    def _kept(self, indices: Sequence[int], like: torch.Tensor) -> list[tuple[int, int]]:
-        """Where this rank's shards lie in the whole of these buckets, in bytes, if they may."""
-        # An allgather of Horovod must not read where it writes; two ranks just send to each other.
-        if self._collectives.size > 2 or not pages.can_keep(len(indices), like.device):
-            return []
-        buckets = [self.layout.buckets[b] for b in indices]
-        starts = itertools.accumulate((bucket.padded for bucket in buckets), initial=0)
-        spans = [b.span(self._rank).shift(s) for b, s in zip(buckets, starts, strict=False)]
-        size = like.element_size()
-        return [(span.start * size, span.stop * size) for span in spans]
-
-    def _own(self, b: int) -> torch.Tensor:
-        """This rank's part of the whole."""
-        span = self.layout.buckets[b].span(self._rank)
-        return self.flats[b][span.start : span.stop]
-
-    def _view(self, index: int, param: torch.nn.Parameter) -> torch.Tensor:
+    def _view(self, flats: Sequence[torch.Tensor], index: int, shape: torch.Size) -> torch.Tensor:
         b, slot = self.layout.slots_of[index][0]
-        flat = self.flats[b]
+        flat = flats[b]
         offset = flat.storage_offset() + slot.start
-        whole = flat.new_empty(0).set_(flat.untyped_storage(), offset, (param.numel(),))
-        return whole.view(param.shape)
+        whole = flat.new_empty(0).set_(flat.untyped_storage(), offset, (shape.numel(),))
+        return whole.view(shape)
 
-    def _fill(self, fill: Fill, rank: int) -> None:
+    def _part(self, flats: Sequence[torch.Tensor], b: int) -> torch.Tensor:
+        """Return this rank's part of a gathered bucket."""
+        span = self.layout.buckets[b].span(self._rank)
+        return flats[b][span.start : span.stop]
+
+    def _fill(self, fill: Fill) -> None:
+        """Write the first values on the first rank; raise on all ranks if that fails."""
+        for flat in self.flats:
+            flat.zero_()  # padding is zero for ever, as every rank's part of it is
         error: Exception | None = None
         try:
-            for i, param in self._members if rank == 0 else ():
-                fill(param, self._views[i])
+            for i, param in self._members if self._rank == 0 else ():
+                fill(param, self._own.views[i])
         except Exception as raised:
             error = raised
         failed = torch.tensor([0.0 if error is None else 1.0])
@@ -141,25 +160,28 @@ class UnitFlats:
                 f"{', '.join(p.name for p in self.layout.params[:3])}, ... See its error"
             )
 
-    def _share(self) -> None:
-        """Everyone gets the first rank's values, and keeps a part."""
+    def _share(self) -> list[torch.Tensor]:
+        """Broadcast the first rank's values and return a copy of this rank's shards."""
         for b, flat in enumerate(self.flats):
             if isinstance(self._collectives, TorchCollectives):
                 self._collectives.broadcast_in_place(flat, name=f"{self._prefix}/b{b}/init")
-            if b not in self._inside:
-                self.shards[b] = self._own(b).clone()
+        return [self._part(self.flats, b).clone() for b in range(len(self.flats))]
+
+    def held(self) -> list[torch.Tensor]:
+        """The tensors that hold parameters between two steps: this rank's shards."""
+        return self.shards
 
     def shard(self, b: int, rank: int) -> torch.Tensor:
         return self.shards[b]
 
-    # -- whole, and back --------------------------------------------------------------------------
+    # -- gathered and sharded ---------------------------------------------------------------------
 
     def allocate(self) -> None:
         for memory in self.memories:
             memory.allocate()
 
     def gather_start(self) -> list[Handle]:
-        """Get the other ranks' parts; to be waited for before `show`."""
+        """Start the allgather of all buckets. Wait for the handles before `show`."""
         self.allocate()
         return [
             self._collectives.gather_into(flat, shard, lengths, name=name)
@@ -169,88 +191,110 @@ class UnitFlats:
         ]
 
     def show(self) -> None:
-        """Let the parameters be seen, after their bytes have come."""
+        """Give the parameters their gathered values."""
+        self._show(self._own)
+
+    def _show(self, whole: _Whole) -> None:
         for index, param in self._members:
-            placeholder.show(param, self._views[index])
-        self.whole = True
-
-    def is_referred_to(self) -> bool:
-        """Whether something keeps the parameters or their bytes while they are whole: a graph for
-        its backward pass, or the user."""
-        pairs = zip(self._count_references(), self._references, strict=True)
-        return any(now > then for now, then in pairs)
-
-    def _count_references(self) -> list[int]:
-        storages = [pages.users(memory.storage) for memory in self.memories]
-        return storages + [param._use_count() for _, param in self._members]
+            placeholder.show(param, whole.views[index])
+        self._shown = whole
 
     def free(self) -> None:
-        """Hide the parameters and give the bytes back."""
-        if self.whole:
+        """Replace the parameters by placeholders and free the gathered bytes."""
+        if self._shown is not None:
             for index, param in self._members:
-                placeholder.hide(param, self._stand_ins[index], self.layout.params[index].name)
-        self.whole = False
-        if not self._guards:
-            for b, values in self._guarded.items():
-                self.shards[b].copy_(values)
-            self._guarded = {}
-        for memory in self.memories:
-            memory.free()
+                name = self.layout.params[index].name
+                placeholder.hide(param, self._placeholders[index], name)
+        self._shown, self._pinned = None, False
+        self.free_unused()
 
-    def guard(self) -> None:
-        """From now on, what is written into the whole is kept by `keep` and by nothing else."""
-        if not self._guarded:
-            self._guarded = {b: self.shards[b].clone() for b in self._inside}
-        self._guards += 1
+    def free_unused(self) -> None:
+        """Free the gathered bytes unless the parameters, or a pass, use them."""
+        if self._shown is not self._own and not self._pinned:
+            for memory in self.memories:
+                memory.free()
 
-    def unguard(self) -> None:
-        """The guard ends; what it has kept comes back when the whole goes."""
-        self._guards -= 1
+    # -- lending to user code ---------------------------------------------------------------------
+
+    def lend(self, *, keep_own: bool) -> None:
+        """Show the parameters in ordinary memory, which views keep alive as everywhere in torch.
+
+        Args:
+            keep_own: A pass under way has saved views of the resized memory.
+        """
+        lent = self._lay_out(memory.storage.clone() for memory in self.memories)
+        self._show(lent)
+        self._pinned = keep_own
+        self.free_unused()
+
+    def pin_own(self) -> None:
+        """A backward pass needs the resized memory, which may have been freed by `lend`."""
+        if self._shown is not None and self._shown is not self._own and not self._pinned:
+            self._copy_back(self._shown)
+            self._pinned = True
+
+    def end_loan(self) -> None:
+        """Show the parameters in their resized memory again, with what the user has written."""
+        if self._shown is not None and self._shown is not self._own:
+            self._copy_back(self._shown)
+            self._pinned = False
+            self.show()
+
+    def _copy_back(self, lent: _Whole) -> None:
+        self.allocate()
+        for flat, values in zip(self.flats, lent.flats, strict=True):
+            flat.copy_(values)
+
+    # -- values written by others -----------------------------------------------------------------
 
     def keep(self) -> None:
-        """Take this rank's part of what stands in the whole."""
+        """Copy this rank's part of the gathered parameters into its shards."""
         for b, shard in enumerate(self.shards):
-            if b not in self._inside:
-                shard.copy_(self._own(b))
-            elif b in self._guarded:
-                self._guarded[b].copy_(shard)
+            shard.copy_(self._part(self._now, b))
 
     def put(self) -> None:
-        """Bytes for the whole with this rank's part in place: for loading, without others."""
+        """Allocate the gathered bytes, with this rank's shards in place: for loading."""
         self.allocate()
         for b, shard in enumerate(self.shards):
-            if b not in self._inside:
-                self._own(b).copy_(shard)
+            self._part(self.flats, b).copy_(shard)
 
     def broadcast(self, root: int) -> None:
-        """Everyone gets the whole of rank `root`."""
+        """Overwrite the gathered parameters with those of rank `root`."""
         if isinstance(self._collectives, TorchCollectives):
-            for b, flat in enumerate(self.flats):
+            for b, flat in enumerate(self._now):
                 self._collectives.broadcast_in_place(
                     flat, root, name=f"{self._prefix}/b{b}/written"
                 )
 
     def changed(self) -> int | None:
-        """Index of a parameter of which this rank's part is no longer what is to be kept."""
+        """Return the index of a parameter whose gathered values differ from this rank's shard."""
         for b, shard in enumerate(self.shards):
-            kept = self._guarded.get(b, shard)
-            if not torch.equal(self._own(b).view(torch.uint8), kept.view(torch.uint8)):
+            part = self._part(self._now, b)
+            if not torch.equal(part.view(torch.uint8), shard.view(torch.uint8)):
                 return self.layout.buckets[b].slots[0].param
         return None
 
+    @property
+    def _now(self) -> list[torch.Tensor]:
+        """The flats behind the gathered parameters."""
+        return self.flats if self._shown is None else self._shown.flats
+
     def dissolve(self) -> None:
-        """Give the parameters, which are whole now, memory of their own for good."""
-        for index, param in self._members:
-            param.data = self._views[index].clone()
-            param._zerohvd_units = None
-        self.whole = False
+        """Give the parameters, which are gathered now, memory of their own for good."""
+        for _, param in self._members:
+            param.data = param.data.clone()
+            set_units(param, None)
+        self._shown = None
 
     def moved(self) -> int | None:
-        """Index of the first parameter that has been given other memory."""
+        """Return the index of the first parameter that has been given other memory."""
         for index, param in self._members:
-            held = placeholder.is_hidden(param)
-            if held == self.whole or (
-                not held and param.data_ptr() != self._views[index].data_ptr()
+            if placeholder.is_hidden(param):
+                if self._shown is not None:
+                    return index
+            elif (
+                self._shown is None
+                or param.data_ptr() != self._shown.views[index].data_ptr()
             ):
                 return index
         return None
@@ -261,9 +305,19 @@ class UnitFlats:
 
     @property
     def gathered_nbytes(self) -> int:
-        """Of what is there of the whole now, besides shards inside of it."""
-        return sum(memory.loose for memory in self.memories if memory.there)
+        """Bytes of gathered parameters now."""
+        lent = self._shown is not None and self._shown is not self._own
+        held = sum(group.nbytes for group in self._groups) if lent else 0
+        return held + sum(memory.nbytes for memory in self.memories)
 
 
-def _real_device(param: torch.nn.Parameter) -> torch.device:
-    return torch.device("cpu") if param.is_meta else param.device
+def _groups(layout: Layout, params: Sequence[torch.nn.Parameter]) -> list[_Group]:
+    groups: dict[tuple[torch.dtype, torch.device], _Group] = {}
+    for bucket in layout.buckets:
+        first = params[bucket.slots[0].param]
+        device = torch.device("cpu") if first.is_meta else first.device
+        key = arrays.dtype_of(bucket.dtype), device
+        group = groups.setdefault(key, _Group(*key, [], []))
+        group.buckets.append(bucket.index)
+        group.lengths.append(bucket.padded)
+    return list(groups.values())

@@ -1,33 +1,33 @@
-"""One unit of stage 3: parameters that are gathered together, and whether they are."""
+"""One unit of stage 3: parameters that are gathered together, and their state."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
-from zerohvd.torch.communication.collectives import Handle
+from zerohvd.communication.collectives import Handle
+from zerohvd.communication.waiting import Waiting
 from zerohvd.torch.stage3.planning import UnitPlan
 from zerohvd.torch.stage3.storage import UnitFlats
-from zerohvd.torch.stage3.waiting import Waiting
 
-if TYPE_CHECKING:
-    from zerohvd.torch.stage3.units import Units
-
-SHARDED, COMING, WHOLE = "sharded", "coming", "whole"
+SHARDED, GATHERING, GATHERED = "sharded", "gathering", "gathered"
 
 
 @dataclasses.dataclass
 class Use:
-    """One forward pass of a unit, in the order of all of them."""
+    """One forward pass of a unit: the clock at its start and its end."""
 
     start: int
     stop: int = 0
 
 
 class Unit:
-    """The parameters that are gathered together, and whether they are."""
+    """The parameters that are gathered together, and who needs them.
+
+        SHARDED --unshard_start--> GATHERING --unshard_wait--> GATHERED --reshard--> SHARDED
+    """
 
     def __init__(self, plan: UnitPlan, number: int) -> None:
         self.name = plan.name
@@ -37,9 +37,9 @@ class Unit:
         self.parts: list[UnitFlats] = []  # trainable parameters, and frozen ones
         self.state = SHARDED
         self.depth = 0  # forward passes that are inside
-        self.backward: Use | None = None  # the pass whose backward pass is under way
+        self.backward: Use | None = None  # the forward pass whose backward pass is under way
         self.held = 0  # by `gathered`, or while loading
-        self.awaited: set[nn.Parameter] = set()  # whose gradients the backward pass has not made
+        self.loans = 0  # `gathered` blocks of the user
         self.kept = False  # until the step: a graph of gradients refers to the values
         self.gathers = 0
         self.made = 0  # parts, ever: each has names of its own for its collectives
@@ -47,76 +47,101 @@ class Unit:
         self._handles: list[Handle] = []
 
     @property
-    def idle(self) -> bool:
-        return not (self.depth or self.held or self.kept) and self.backward is None
+    def in_pass(self) -> bool:
+        """Whether a forward or backward pass needs the gathered parameters."""
+        return bool(self.depth or self.kept) or self.backward is not None
 
-    def start(self) -> None:
-        """Start the gather, unless the parameters are there or on their way."""
+    @property
+    def idle(self) -> bool:
+        return not (self.in_pass or self.held)
+
+    def unshard_start(self) -> None:
+        """Start the allgather, unless the parameters are gathered or under way."""
         if self.state == SHARDED:
             self.gathers += 1
             self._handles = [h for part in self.parts for h in part.gather_start()]
-            self.state = COMING
+            self.state = GATHERING
 
-    def finish(self, waiting: Waiting) -> None:
-        """Have the parameters."""
-        if self.state == COMING:
+    def unshard_wait(self, waiting: Waiting) -> None:
+        """Wait for the allgather, if one is under way, and show the parameters."""
+        if self.state == GATHERING:
             waiting.wait(self._handles, self)
             self._show()
 
     def take_part(self) -> list[Handle]:
-        """One more gather, for another rank's sake."""
-        if self.state == COMING:  # the others are past it, so it has come
-            for handle in self._handles:
-                handle.wait()
-            self._show()
+        """Start one more allgather because another rank needs it."""
         self.gathers += 1
-        return [h for part in self.parts for h in part.gather_start()]
+        # Another rank may be training while this one is in inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            if self.state == GATHERING:  # the others are past it, so it has come
+                for handle in self._handles:
+                    handle.wait()
+                self._show()
+            return [h for part in self.parts for h in part.gather_start()]
 
     def end_part(self) -> None:
-        if self.state == SHARDED:
+        """Free what `take_part` has gathered, where this rank does not need it."""
+        with torch.inference_mode(False), torch.no_grad():
             for part in self.parts:
-                part.free()
+                part.free_unused()
 
     def _show(self) -> None:
         self._handles = []
         for part in self.parts:
             part.show()
-        self.state = WHOLE
+        self.state = GATHERED
 
-    def free(self) -> None:
-        if self.state == WHOLE:
+    def reshard(self) -> None:
+        """Free the gathered parameters."""
+        if self.state == GATHERED:
             for part in self.parts:
                 part.free()
             self.state = SHARDED
 
-    def free_if_through(self) -> bool:
-        """Free it in the middle of a backward pass, if that will not come back to it."""
-        through = self.state == WHOLE and not (self.depth or self.held or self.kept)
-        if not through or any(part.is_referred_to() for part in self.parts):
-            return False
-        self.backward = None
-        self.free()
-        return True
+    # -- user code --------------------------------------------------------------------------------
 
-    def open(self, units: Units) -> None:
+    def lend(self) -> None:
+        """Show the gathered parameters in memory that the user's views may keep."""
+        if not self.loans:
+            for part in self.parts:
+                part.lend(keep_own=self.in_pass)
+        self.loans += 1
+
+    def end_loan(self) -> None:
+        """Undo `lend`: a unit that stays gathered keeps what has been written."""
+        self.loans -= 1
+        if not self.loans and self.state == GATHERED:
+            for part in self.parts:
+                part.end_loan()
+
+    def begin_backward(self, use: Use) -> None:
+        """Mark the unit as needed by the backward pass of `use`."""
+        self.backward = use
+        if self.state == GATHERED:
+            for part in self.parts:
+                part.pin_own()
+
+    # -- loading ----------------------------------------------------------------------------------
+
+    def open(self, waiting: Waiting) -> None:
         """Let values be written into the parameters; only this rank's part is kept."""
-        self.finish(units.waiting)
+        self.unshard_wait(waiting)
         if self.state == SHARDED:
             for part in self.parts:
                 part.put()
                 part.show()
-            self.state = WHOLE
+            self.state = GATHERED
         self.held += 1
 
-    def close(self, units: Units) -> None:
-        """Keep this rank's part of what has been written. The rest may be what it wants."""
+    def close(self) -> None:
+        """Keep this rank's part of what has been written, and free the rest."""
         for part in self.parts:
             part.keep()
         self.held -= 1
         if self.held or self.depth:
             raise RuntimeError(f"the parameters of {self.name!r} were loaded while in use")
         self.backward, self.kept = None, False
-        self.free()
+        self.reshard()
 
     @property
     def params(self) -> list[nn.Parameter]:

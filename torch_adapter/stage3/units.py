@@ -5,10 +5,9 @@
     on the way      u1 .....     u2 .....
     backward                                  u2 ......... u1 ......... u0 ......... root
 
-A unit is freed when the next one is entered, so two units at most are whole at a time: the one at
-work and the one that is being gathered ahead. The last two of a forward pass wait for the backward
-pass, which begins with them. The root is whole from its forward pass to where the backward pass no
-longer needs it.
+A unit is resharded when the next one begins, so two units at most are gathered at a time: the one
+that runs and the one that is prefetched. The last two of a forward pass stay for the backward pass,
+which begins with them. The root is gathered from its forward pass to the end of the backward pass.
 """
 
 from __future__ import annotations
@@ -20,29 +19,21 @@ import torch
 from torch import nn
 
 from zerohvd.communication.agreement import check_agreement
+from zerohvd.communication.prefetch import Order
+from zerohvd.communication.waiting import Waiting
 from zerohvd.layout import Layout, build_layout
-from zerohvd.torch import heap
+from zerohvd.torch import compat
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
-from zerohvd.torch.pages import POOL, is_counted
-from zerohvd.torch.params.section import Memory, NamedParam, Owner
-from zerohvd.torch.shard_memory import ShardMemory
+from zerohvd.torch.params.owned import MakeMemory, NamedParam, set_units
 from zerohvd.torch.stage3.planning import ModelPlan, UnitOptions, UnitPlan, tensors_in
-from zerohvd.torch.stage3.prefetch import Order
 from zerohvd.torch.stage3.storage import Fill, UnitFlats
-from zerohvd.torch.stage3.unit import COMING, SHARDED, WHOLE, Unit, Use
-from zerohvd.torch.stage3.waiting import Waiting
+from zerohvd.torch.stage3.unit import GATHERED, GATHERING, SHARDED, Unit, Use
 
-# Steps until the heap looks as it will for ever. The optimizer's state comes with the first one,
-# between what that leaves; gaps that no later step needs do not have to keep their memory.
-_FIRST_STEPS = 3
-
-# Bytes that may be idle in a forward pass, for gradients to come: much less than a model of the
-# size that needs this stage, and clearing them anew in each step can take a few per cent of it.
-_SPARE = 32 << 20
+_HOOKED = "_zerohvd_hooked"  # a tensor that tells its unit when its gradient comes
 
 
 class Units:
-    """All units of a model: who is whole, who comes next."""
+    """All units of a model: which are gathered, and which is prefetched next."""
 
     def __init__(
         self,
@@ -56,8 +47,6 @@ class Units:
         Args:
             fill: Writes a parameter's first values, as for `UnitFlats`.
         """
-        if is_counted():
-            heap.map_large()
         self.options = options
         self.collectives = collectives
         self.prefix, self._fill = prefix, fill
@@ -65,23 +54,20 @@ class Units:
         _compare(plan, options, collectives)
         self.all = [Unit(u, number) for number, u in enumerate(plan.units)]
         self.root = self.all[0]
-        self._unit_of: dict[nn.Parameter, Unit] = {}
         self.waiting = Waiting(self.all, collectives, prefix)
-        self._forward, self._backward = Order(), Order()
+        self._forward: Order[Unit] = Order()
+        self._backward: Order[Unit] = Order()
         self._clock = 0
-        self._task = False  # the end of a backward pass has been asked for
-        self._steps = 0
-        self._recomputes = False  # a module has been run inside of a backward pass
+        self._task = False  # a backward pass runs, and `_end_backward` will be called
         self.loads = 0  # of the model's state
         self.hooks: list[Any] = []  # on the model's modules
         self.on_gather: Callable[[], None] | None = None
-        self.gradients: list[ShardMemory] = []  # which take the place of what is freed
 
     # -- building ---------------------------------------------------------------------------------
 
     def divide(
         self, named: Sequence[NamedParam]
-    ) -> Iterator[tuple[list[NamedParam], Memory | None]]:
+    ) -> Iterator[tuple[list[NamedParam], MakeMemory | None]]:
         """Sections for these parameters, in the order in which backward passes complete them."""
         of = {p: unit for unit, plan in self._planned() for _, p in plan.params}
         for unit in [*reversed(self.all[1:]), self.root]:
@@ -94,8 +80,8 @@ class Units:
             yield small, None
 
     def _ends(self, members: Sequence[NamedParam]) -> list[list[NamedParam]]:
-        """The root's, apart: what the model has behind its units, and the others. Gradients of the
-        first, of a head, should not have to wait for those of the others, of an embedding."""
+        """Split the root's parameters: those behind the last unit, and the others. Gradients of
+        the first (a head) leave without waiting for those of the others (an embedding)."""
         params = list(self.root.module.parameters())
         inside = {p for plan in self._plan.units[1:] for _, p in plan.params}
         last = max((i for i, p in enumerate(params) if p in inside), default=-1)
@@ -106,7 +92,7 @@ class Units:
         ]
 
     def shard_rest(self, taken: Collection[nn.Parameter]) -> None:
-        """Shard what no section has taken: frozen parameters."""
+        """Shard the parameters that no section has: frozen ones."""
         for unit, plan in self._planned():
             rest = [NamedParam(n, p) for n, p in plan.params if p not in taken]
             if rest:
@@ -115,7 +101,7 @@ class Units:
                 self._memory(unit)(layout, [n.param for n in rest])
 
     def take_out(self, params: Collection[nn.Parameter]) -> None:
-        """Make these whole again, of units' frozen parts: they are about to be trained."""
+        """Unshard these for good, of units' frozen parts: they are about to be trained."""
         for unit in self.of(params):
             self.hold([unit])
             mixed = [part for part in unit.parts if not set(part.params).isdisjoint(params)]
@@ -129,14 +115,13 @@ class Units:
                 self.shard_rest(taken)
 
     def dissolve(self) -> None:
-        """Make the whole model whole again, and let go of it. All ranks must do it."""
+        """Unshard the whole model for good. Collective."""
         for unit in self.all:
             self.hold([unit])
             for part in unit.parts:
                 part.dissolve()
             unit.parts = []
             unit.held, unit.state = 0, SHARDED
-        self._unit_of = {}
         for hooks in self.hooks:
             hooks.remove()
         self.hooks = []
@@ -144,7 +129,7 @@ class Units:
     def _planned(self) -> Iterator[tuple[Unit, UnitPlan]]:
         return zip(self.all, self._plan.units, strict=True)
 
-    def _memory(self, unit: Unit) -> Memory:
+    def _memory(self, unit: Unit) -> MakeMemory:
         def make(layout: Layout, params: Sequence[nn.Parameter]) -> UnitFlats:
             prefix = f"{self.prefix}/u{unit.number}.{unit.made}"
             unit.made += 1
@@ -153,8 +138,7 @@ class Units:
             )
             unit.parts.append(flats)
             for param in flats.params:
-                param._zerohvd_units = Owner(self)
-                self._unit_of[param] = unit
+                set_units(param, self)
             return flats
 
         return make
@@ -163,26 +147,22 @@ class Units:
 
     def enter(self, unit: Unit) -> Use:
         """A module of the unit is about to run."""
-        in_backward = _in_backward()
-        self._recomputes = self._recomputes or in_backward
+        in_backward = compat.in_backward()
         if not in_backward:
             self._forget_backward()
         if unit is self.root and not unit.depth and not in_backward:
             self._forward.restart()
         # The backward pass begins with the last unit; the one before it comes next there.
         last = torch.is_grad_enabled() and not in_backward and self._forward.is_last(unit)
-        if not last or self._idle((COMING,), unit):
-            self._free_idle(unit)
+        if not last or self._idle((GATHERING,), unit):
+            self._reshard_idle(unit)
         unit.depth += 1
         use = Use(self._tick())
         try:
-            self._have(unit, self._backward if in_backward else self._forward)
+            self._unshard(unit, self._backward if in_backward else self._forward)
         except BaseException:
             unit.depth -= 1
             raise
-        if unit is not self.root and not in_backward:
-            # From here on each unit has the pages of the one before.
-            POOL.trim(keep=0 if is_counted() else _SPARE)
         return use
 
     def leave(self, unit: Unit, use: Use, outputs: Any) -> None:
@@ -193,104 +173,81 @@ class Units:
         if torch.is_grad_enabled():
             tensors_in(outputs, found)
             if outputs is not None:
-                # Losses that a module leaves lying about are backward passes' beginnings too.
+                # A loss that a module keeps as an attribute starts a backward pass too.
                 for module in unit.module.modules():
                     found += [
                         v for v in vars(module).values() if isinstance(v, torch.Tensor) and _new(v)
                     ]
             for tensor in found:
                 if tensor.grad_fn is not None:
-                    tensor._zerohvd_hooked = True
+                    setattr(tensor, _HOOKED, True)
                     tensor.register_hook(_Before(self, unit, use))
-        if unit is self.root and not unit.depth and not found and not _in_backward():
-            self.free_idle()  # no backward pass will come this way
+        if unit is self.root and not unit.depth and not found and not compat.in_backward():
+            self.reshard_idle()  # no backward pass will come this way
 
-    def _have(self, unit: Unit, order: Order) -> None:
-        """Gather the unit, and start with the one that came next the last time."""
+    def _unshard(self, unit: Unit, order: Order[Unit]) -> None:
+        """Unshard the unit, and prefetch the one that came next in the pass before."""
         if self.on_gather is not None:
             self.on_gather()
         following = order.after(unit)
         with torch.inference_mode(False), torch.no_grad():
-            unit.start()
+            unit.unshard_start()
             if following is not None and self._room_for(following, unit):
-                following.start()
-            unit.finish(self.waiting)
+                following.unshard_start()
+            unit.unshard_wait(self.waiting)
 
     def _room_for(self, following: Unit, unit: Unit) -> bool:
-        """Whether there is no third one: two units at most are whole or to become so."""
-        counted = (COMING, WHOLE) if self.options.reshard_after_forward else (COMING,)
+        """Whether there is no third one: two units at most are gathered or under way."""
+        counted = (GATHERING, GATHERED) if self.options.reshard_after_forward else (GATHERING,)
         return not self._idle(counted, following, unit)
 
-    def _free_idle(self, entered: Unit) -> None:
+    def _reshard_idle(self, entered: Unit) -> None:
         if self.options.reshard_after_forward:
-            for unit in self._idle((WHOLE,), entered):
-                unit.free()
+            for unit in self._idle((GATHERED,), entered):
+                unit.reshard()
 
     def _idle(self, states: Collection[str], *but: Unit) -> list[Unit]:
-        """The units in these states that nothing needs now, without the root and without `but`."""
+        """Units in these states that nothing needs now, without the root and without `but`."""
         return [u for u in self.all[1:] if u.state in states and u.idle and u not in but]
 
     # -- backward ---------------------------------------------------------------------------------
 
     def before_backward(self, unit: Unit, use: Use) -> None:
         """Gradients of the unit's outputs have come: its backward pass begins."""
-        if unit.backward is use and unit.state == WHOLE:
+        if unit.backward is use and unit.state == GATHERED:
             return
         if not self._task:
             self._task = True
             self._backward.restart()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            compat.after_backward(self._end_backward)
         again = torch.is_grad_enabled()  # create_graph=True: there will be a backward of this
         if unit is not self.root and not again:
             soon = self._backward.expected(unit, 2)  # the root may come in between
             for other in self.all[1:]:
                 wanted = other in soon and other.backward is None
-                if other is not unit and other.state == WHOLE and not wanted:
-                    self._free_if_done(other, use)
-            if self._free_early(self.root):
-                self._trim_to_gradients()  # the units that come now have pages of their own
-        unit.backward = use
-        unit.awaited = {p for p in unit.params if p.requires_grad}
+                if other is not unit and other.state == GATHERED and not wanted:
+                    self._reshard_if_done(other, use)
+        with torch.no_grad():
+            unit.begin_backward(use)
         unit.kept = unit.kept or again
-        self._have(unit, self._backward)
+        self._unshard(unit, self._backward)
 
-    def _free_if_done(self, unit: Unit, use: Use) -> None:
-        """Autograd goes back in time: units that ran later than `use` are through."""
-        through = unit.backward is not None and unit.backward.start > use.stop
-        if through:
+    def _reshard_if_done(self, unit: Unit, use: Use) -> None:
+        """Autograd runs backwards in time: units that ran later than `use` are done."""
+        done = unit.backward is not None and unit.backward.start > use.stop
+        if done:
             unit.backward = None
-        if unit.idle and (through or self.options.reshard_after_forward):
-            unit.free()
-
-    def after_gradient(self, param: nn.Parameter) -> None:
-        """A gradient has come. With the last one of a unit, its backward pass is over."""
-        unit = self._unit_of.get(param)
-        if unit is None or unit is self.root or unit.backward is None:
-            return
-        unit.awaited.discard(param)
-        if unit.awaited or not self._free_early(unit):
-            return
-        if all(u.state == SHARDED for u in self.all[1:]):
-            # What comes now is the root's, whose gradients may be the largest of all.
-            self._trim_to_gradients()
-
-    def _trim_to_gradients(self) -> None:
-        POOL.trim(keep=sum(memory.missing for memory in self.gradients))
-
-    def _free_early(self, unit: Unit) -> bool:
-        # What is recomputed may need any parameter again, and nothing refers to it before.
-        if self._recomputes or not self.options.reshard_after_forward:
-            return False
-        return unit.free_if_through()
+        if unit.idle and (done or self.options.reshard_after_forward):
+            unit.reshard()
 
     def _end_backward(self) -> None:
         self._forget_backward()
-        self.free_idle()
+        self.reshard_idle()
         with torch.no_grad():
             self.waiting.meet()
 
     def _forget_backward(self) -> None:
-        """No backward pass is under way: also after one that has failed."""
+        """Note that no backward pass is under way, also after one that has failed."""
         if self._task:
             self._task = False
             for unit in self.all:
@@ -298,17 +255,17 @@ class Units:
 
     # -- all of them ------------------------------------------------------------------------------
 
-    def free_idle(self) -> None:
+    def reshard_idle(self) -> None:
+        """Reshard every unit that nothing needs now."""
         for unit in self.all:
-            if unit.state == WHOLE and unit.idle:
-                unit.free()
-        POOL.trim()
+            if unit.state == GATHERED and unit.idle:
+                unit.reshard()
 
     def settle(self) -> None:
-        """End of a step: nothing is under way and nothing is whole, on any rank.
+        """End a step: reshard everything, and leave no allgather under way on any rank.
 
-        A rank may have gathered ahead what it then did not use, and the others not at all: they
-        do it now, or it would be met by the first gather of the next step, with old values.
+        A rank may have prefetched a unit that it did not use, and the others not at all. They take
+        part now: the first gather of the next step would else meet it, and get old values.
         """
         self._forget_backward()
         for unit in self.all:
@@ -321,16 +278,8 @@ class Units:
         with torch.no_grad():
             self.waiting.even_out()
             for unit in self.all:
-                unit.finish(self.waiting)
-                unit.free()
-        POOL.trim()
-        self._steps += 1
-        if self._steps <= _FIRST_STEPS:
-            heap.give_back()
-
-    def rest(self) -> None:
-        """After the step: gradients that were still on their way have left pages behind."""
-        POOL.trim()
+                unit.unshard_wait(self.waiting)
+                unit.reshard()
 
     def of(self, params: Iterable[nn.Parameter]) -> list[Unit]:
         """The units that hold any of these parameters, in order."""
@@ -338,21 +287,35 @@ class Units:
         return [u for u in self.all if not wanted.isdisjoint(u.params)]
 
     def hold(self, units: Sequence[Unit]) -> None:
-        """Gather these for as long as they are held."""
+        """Unshard these, and keep them gathered until `let_go`."""
         with torch.inference_mode(False), torch.no_grad():
             for unit in units:
-                unit.start()
+                unit.unshard_start()
             for unit in units:
-                unit.finish(self.waiting)
+                unit.unshard_wait(self.waiting)
         for unit in units:
             unit.held += 1
 
     def let_go(self, units: Sequence[Unit]) -> None:
+        """Undo `hold`: reshard those that nothing else needs."""
         for unit in units:
             unit.held -= 1
-            if unit.idle and unit.state == WHOLE:
-                unit.free()
-        POOL.trim()
+            if unit.idle and unit.state == GATHERED:
+                unit.reshard()
+
+    def lend(self, units: Sequence[Unit]) -> None:
+        """Hold these for user code, which may keep views of the parameters."""
+        self.hold(units)
+        with torch.inference_mode(False), torch.no_grad():
+            for unit in units:
+                unit.lend()
+
+    def end_loan(self, units: Sequence[Unit]) -> None:
+        """Undo `lend`."""
+        self.let_go(units)
+        with torch.inference_mode(False), torch.no_grad():
+            for unit in units:
+                unit.end_loan()
 
     def _tick(self) -> int:
         self._clock += 1
@@ -362,7 +325,7 @@ class Units:
 def _compare(
     plan: ModelPlan, options: UnitOptions, collectives: TorchCollectives | LocalCollectives
 ) -> None:
-    """Before anything is made of it: ranks with other units would wait for each other."""
+    """Compare the plans of all ranks: ranks with other units would deadlock."""
     settings = {
         "persist_below": options.persist_below,
         "reshard_after_forward": options.reshard_after_forward,
@@ -372,7 +335,7 @@ def _compare(
 
 
 class _Before:
-    """Hook on an output: a unit's backward pass begins."""
+    """Hook on an output tensor: calls `before_backward` when its gradient comes."""
 
     def __init__(self, units: Units, unit: Unit, use: Use) -> None:
         self._units, self._unit, self._use = units, unit, use
@@ -381,10 +344,6 @@ class _Before:
         self._units.before_backward(self._unit, self._use)
 
 
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
 def _new(tensor: torch.Tensor) -> bool:
-    """Whether it has a graph behind it that no unit has seen yet."""
-    return tensor.grad_fn is not None and not getattr(tensor, "_zerohvd_hooked", False)
+    """Whether the tensor has a graph, and no hook of a unit yet."""
+    return tensor.grad_fn is not None and not getattr(tensor, _HOOKED, False)

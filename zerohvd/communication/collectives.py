@@ -1,19 +1,18 @@
 """One protocol for talking to the other ranks, and who speaks it.
 
-`HorovodCollectives(hvd)` moves the tensors of the framework whose Horovod module it is given,
-`MPICollectives(comm)` moves numpy arrays over mpi4py, `SingleProcess()` answers alone, so that a
-script started without a launcher runs at size 1. All of them work along dimension 0, accept
+`HorovodCollectives(hvd, arrays)` moves the tensors of the framework whose Horovod module it is
+given, `MPICollectives(comm)` moves numpy arrays over mpi4py, `SingleProcess()` answers alone, so
+that a script started without a launcher runs at size 1. All of them work along dimension 0, accept
 bfloat16 (which Horovod itself lacks) and note in `log` what they moved.
 """
 
 from __future__ import annotations
 
 import abc
-import importlib
 import json
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +21,49 @@ from zerohvd.communication.log import CommLog
 
 Array = npt.NDArray[Any]
 REDUCE_OPS = ("sum", "average", "min", "max")
+
+
+class Handle(Protocol):
+    """A collective in flight."""
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+
+    def wait(self) -> None:
+        """Return when the collective is complete; may be called again."""
+
+
+class Done:
+    """The handle of a collective that had nothing to move."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return
+
+
+class AsyncCollectives(Protocol):
+    """Collectives that ranks find by name, whatever the order in which each rank starts them.
+
+    One name must not be in flight twice on a rank.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def from_numpy(self, x: Array) -> Any: ...
+
+    def to_numpy(self, x: Any) -> Array: ...
+
+    def allreduce_start(self, x: Any, op: str = "sum", *, name: str) -> Handle:
+        """Combine in place: `x` holds the result once the handle has been waited for."""
+
+    def gather_into(self, out: Any, own: Any, lengths: Sequence[int], *, name: str) -> Handle:
+        """Allgather `own`, this rank's part, into `out`; part r of it is `lengths[r]` long."""
 
 
 class Collectives(abc.ABC):
@@ -233,12 +275,38 @@ class MPICollectives(NumpyCollectives):
         return received
 
 
-# Where the tensor operations of each Horovod module's framework live. They are imported when a
-# HorovodCollectives is made, by which time the caller has imported the framework.
-_FRAMEWORK_ARRAYS = {
-    "horovod.torch": "zerohvd.torch.communication.arrays",
-    "horovod.tensorflow": "zerohvd.keras.communication.arrays",
-}
+class ArrayOps(Protocol):
+    """The tensor operations that `HorovodCollectives` needs of a framework; a module will do."""
+
+    def dtype_name(self, x: Any) -> str: ...
+
+    def numel(self, x: Any) -> int: ...
+
+    def itemsize(self, x: Any) -> int: ...
+
+    def bits(self, x: Any) -> Any:
+        """The memory of a bfloat16 tensor as integers that every transport knows."""
+
+    def unbits(self, x: Any) -> Any:
+        """The inverse of `bits`."""
+
+    def float32(self, x: Any) -> Any: ...
+
+    def bfloat16(self, x: Any) -> Any: ...
+
+    def flatten(self, x: Any) -> Any: ...
+
+    def reshape_like(self, x: Any, like: Any) -> Any: ...
+
+    def sum_parts(self, x: Any, n: int) -> Any:
+        """The sum, in order, of `n` equal parts that lie one behind the other."""
+
+    def splits(self, lengths: Sequence[int]) -> Any:
+        """Lengths as Horovod's alltoall takes them."""
+
+    def from_numpy(self, x: Array) -> Any: ...
+
+    def to_numpy(self, x: Any) -> Array: ...
 
 
 class HorovodCollectives(Collectives):
@@ -246,14 +314,13 @@ class HorovodCollectives(Collectives):
 
     Args:
         hvd: `horovod.torch` or `horovod.tensorflow`, initialised.
+        arrays: Operations on that framework's tensors.
         process_set: The ranks that take part; all of them unless given.
     """
 
-    def __init__(self, hvd: ModuleType, process_set: Any = None) -> None:
-        if getattr(hvd, "__name__", None) not in _FRAMEWORK_ARRAYS:
-            raise TypeError(
-                f"expected the module horovod.torch or horovod.tensorflow, got {hvd!r}"
-            )
+    def __init__(self, hvd: ModuleType, arrays: ArrayOps, process_set: Any = None) -> None:
+        if getattr(hvd, "__name__", None) not in ("horovod.torch", "horovod.tensorflow"):
+            raise TypeError(f"expected the module horovod.torch or horovod.tensorflow, got {hvd!r}")
         if not hvd.is_initialized():
             raise RuntimeError(f"Horovod is not initialised: call {hvd.__name__}.init() first")
         self._hvd = hvd
@@ -265,7 +332,7 @@ class HorovodCollectives(Collectives):
             )
         self.rank, self.size = self._set.rank(), self._set.size()
         self.log = CommLog(self.size)
-        self._arrays: Any = importlib.import_module(_FRAMEWORK_ARRAYS[hvd.__name__])
+        self._arrays = arrays
         self._ops = {"sum": hvd.Sum, "average": hvd.Average, "min": hvd.Min, "max": hvd.Max}
 
     def allreduce(self, x: Any, op: str = "sum", *, name: str = "allreduce") -> Any:
@@ -320,11 +387,10 @@ class HorovodCollectives(Collectives):
         return self._arrays.from_numpy(x)
 
     def to_numpy(self, x: Any) -> Array:
-        array: Array = self._arrays.to_numpy(x)
-        return array
+        return self._arrays.to_numpy(x)
 
     def _is_bf16(self, x: Any) -> bool:
-        return bool(self._arrays.dtype_name(x) == "bfloat16")
+        return self._arrays.dtype_name(x) == "bfloat16"
 
     def _note(self, name: str, op: str, x: Any, moved: int | None = None) -> None:
         elements = self._arrays.numel(x)

@@ -175,7 +175,7 @@ def test_sparse_gradients(table):
     world.assert_ranks_agree(got)
     if world.SIZE == 1:
         return
-    log = optimizer.step.wire.plan.log()
+    log = optimizer.step.wire.traffic.log()
     rows_sent = [r for r in log.records if r.name.endswith("/values")]
     assert bool(rows_sent) == (rows == 997)
     if rows_sent:
@@ -207,5 +207,5 @@ def test_rows_of_large_tables_and_of_any_name(monkeypatch):
         expected[: world.SIZE] -= 1 / world.SIZE
         expected[5] -= 2
         np.testing.assert_allclose(table.numpy(), expected, rtol=1e-6)
-    sent = [r.name for r in optimizer.step.wire.plan.log().records]
+    sent = [r.name for r in optimizer.step.wire.traffic.log().records]
     assert sum(n.endswith("/values") for n in sent) == 2

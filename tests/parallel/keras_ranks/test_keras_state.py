@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import zerohvd.keras as zero
 from zerohvd.communication.collectives import HorovodCollectives
+from zerohvd.keras.communication import arrays
 
 
 def trained(inner, model=None, stage=2, **options):
@@ -101,7 +102,7 @@ def test_one_rank_loads_a_model_to_look_at_it(tmp_path_factory, tmp_path):
 
 def _shared_path(factory):
     """Rank 0's folder, for all ranks."""
-    ranks = HorovodCollectives(hvd)
+    ranks = HorovodCollectives(hvd, arrays)
     return ranks.broadcast_object(str(factory.mktemp("saved") / "model.keras"), name="path")
 
 

@@ -168,7 +168,7 @@ def test_generators_buffers_schedulers_and_scaler_come_back(shared_folder):
             torch.optim.lr_scheduler.MultiStepLR(opt, [4, 7], gamma=0.5),
             torch.optim.lr_scheduler.LambdaLR(opt, lambda s: 0.99**s),
         ]
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+        scaler = zero.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
         return model, opt, schedulers, scaler
 
     def run(model, opt, schedulers, scaler, first):

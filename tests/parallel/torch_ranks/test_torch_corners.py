@@ -71,7 +71,7 @@ class TwoHeads(nn.Module):
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_users_collective_between_backward_and_step(stage, monkeypatch):
     """One rank has buckets that wait for an unused head, the other waits for those buckets."""
-    monkeypatch.setattr("zerohvd.torch.gradients.rounds.PATIENCE", 0.1)
+    monkeypatch.setattr("zerohvd.communication.rounds.PATIENCE", 0.1)
     model = make_model(cls=TwoHeads)
     opt = wrap(model, stage=stage, bucket_bytes=64)
     for step in range(2):
@@ -106,7 +106,7 @@ def test_after_a_skipped_step_everything_is_new(stage):
     """Overflow, then a step whose first pass runs under no_sync()."""
     model = make_model(cls=MatrixNet)
     opt = wrap(model, stage=stage)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler = zero.GradScaler("cpu", init_scale=8.0)
     for step in range(3):
         model.zero_grad()
         with opt.no_sync():

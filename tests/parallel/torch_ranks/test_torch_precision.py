@@ -136,7 +136,7 @@ def test_grad_scaler_in_the_ordinary_way(unscale_first, stage):
     expected, _ = plain(steps=4)
     model = make_model()
     opt = distribute(model, adamw(model.parameters()), stage=stage, bucket_bytes=500)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler = zero.GradScaler("cpu", init_scale=2.0**10)
     for step in range(4):
         opt.zero_grad()
         scaler.scale(loss_of(model, batch(step, hvd.rank()))).backward()
@@ -154,7 +154,7 @@ def test_grad_scaler_in_the_ordinary_way(unscale_first, stage):
 def test_an_overflow_on_one_rank_is_an_overflow_on_all(bucket_bytes, stage):
     model = make_model()
     opt = distribute(model, adamw(model.parameters()), stage=stage, bucket_bytes=bucket_bytes)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler = zero.GradScaler("cpu", init_scale=2.0**10)
     amp_train(model, opt, scaler, steps=6, poison=(0, 3))
     assert scaler.get_scale() == 2.0**8
     assert all(torch.isfinite(p).all() for p in model.state_dict().values())
@@ -173,7 +173,7 @@ def test_grad_scaler_where_ranks_own_nothing(stage):
 
     model = make_model(cls=Tiny)
     opt = distribute(model, adamw(model.parameters()), stage=stage)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler = zero.GradScaler("cpu", init_scale=4.0)
     amp_train(model, opt, scaler, steps=4, poison=(1,))
     assert scaler.get_scale() == 2.0
     assert_replicated(model)
@@ -183,7 +183,7 @@ def test_grad_scaler_where_ranks_own_nothing(stage):
 def test_grad_scaler_with_fp16_parameters_and_masters(stage):
     model = make_model(cls=narrow(torch.float16))
     opt = distribute(model, adamw(model.parameters()), stage=stage)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    scaler = zero.GradScaler("cpu", init_scale=64.0)
     amp_train(model, opt, scaler, steps=4, poison=(2,))
     assert scaler.get_scale() == 32.0
     assert_replicated(model)
@@ -201,3 +201,46 @@ def test_autocast(stage):
         opt.step()
     assert_replicated(model)
     assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+class ScalerOfAUser(torch.amp.GradScaler):
+    """As training frameworks bring their own."""
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, ScalerOfAUser])
+@pytest.mark.parametrize("unscale_first", [False, True])
+def test_a_scaler_that_looks_at_one_rank_is_refused_with_the_line_to_write(
+    unscale_first, kind, stage
+):
+    model = make_model()
+    opt = distribute(model, adamw(model.parameters()), stage=stage)
+    scaler = kind("cpu", init_scale=8.0)
+    scaler.scale(loss_of(model, batch(0, hvd.rank()))).backward()
+    if unscale_first:
+        scaler.unscale_(opt)
+    with pytest.raises(TypeError, match=r"scaler = zero\.GradScaler"):
+        scaler.step(opt)
+    opt.step()  # the refusal has changed nothing
+
+
+def test_a_scaler_that_is_switched_off_is_no_scaler():
+    expected, _ = plain(steps=2)
+    for kind in (torch.amp.GradScaler, zero.GradScaler):
+        model, opt = sharded(steps=0)
+        amp_train(model, opt, kind("cpu", enabled=False), steps=2)
+        assert_same(expected, model)
+
+
+def test_a_scaler_may_have_a_plain_optimizer_beside_a_sharded_one():
+    model, opt = sharded(steps=0)
+    other = nn.Linear(3, 1)
+    beside = torch.optim.SGD(other.parameters(), lr=0.1)
+    before = other.weight.detach().clone()
+    scaler = zero.GradScaler("cpu", init_scale=4.0)
+    loss = loss_of(model, batch(0, hvd.rank())) + other(torch.ones(3)).sum()
+    scaler.scale(loss).backward()
+    scaler.step(opt)
+    scaler.step(beside)
+    scaler.update()
+    torch.testing.assert_close(other.weight, before - 0.1)

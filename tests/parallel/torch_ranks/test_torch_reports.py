@@ -76,9 +76,10 @@ def test_masters_are_counted(dtype):
     assert report["optimizer"] == pytest.approx(8 * psi / n, rel=0.01)
 
 
-@pytest.mark.skipif(hvd.size() == 2, reason="what has been received becomes the shard")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_reduced_gradients_have_the_same_memory_in_every_step(stage):
+    if stage == 2 and hvd.size() == 2:
+        pytest.skip("what has been received becomes the shard")
     model, opt = sharded(cls=Wide, stage=stage, steps=0, bucket_bytes=1 << 22)
     places = []
     for step in range(4):

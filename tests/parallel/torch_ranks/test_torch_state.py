@@ -172,9 +172,26 @@ def test_state_in_the_middle_of_accumulation():
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_horovods_own_broadcast_of_the_state_is_refused(stage):
-    _, opt = sharded(stage=stage)
-    with pytest.raises(zero.ShardedStateError, match="load_state_dict"):
+@pytest.mark.parametrize("trained", [0, 3])
+def test_horovods_broadcast_of_the_state_does_what_it_does_with_horovod(trained, stage):
+    """Before training it makes a step on zero gradients, weight decay included; so does ours."""
+    expected, plain_opt = plain(steps=trained)
+    hvd.broadcast_optimizer_state(plain_opt, root_rank=0)
+    model, opt = sharded(stage=stage, steps=trained)
+    hvd.broadcast_optimizer_state(opt, root_rank=0)
+    for each, optimizer in ((expected, plain_opt), (model, opt)):
+        train(each, optimizer, first=trained)
+    assert_same(expected, model)
+
+
+def test_state_that_one_rank_alone_has_loaded_is_not_broadcast():
+    if hvd.size() == 1:
+        return
+    _, opt = sharded(stage=2)
+    stored = opt.state_dict()
+    if hvd.rank() == 0:
+        opt.load_state_dict(stored)
+    with pytest.raises(zero.DisagreementError, match="load_state_dict"):
         hvd.broadcast_optimizer_state(opt, root_rank=0)
 
 

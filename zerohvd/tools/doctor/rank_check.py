@@ -24,10 +24,12 @@ import numpy as np
 import numpy.typing as npt
 
 from zerohvd.communication.collectives import Collectives, HorovodCollectives, shares
+from zerohvd.tools.adapters import load_adapter
 from zerohvd.tools.launchers import detect
 
 Values = npt.NDArray[np.float64]
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8")
+_ADAPTERS = {"torch": "torch", "tensorflow": "keras"}  # by the framework's name
 
 # What Horovod itself refuses; the library never needs it.
 _NOT_OFFERED = {
@@ -220,6 +222,7 @@ def run(case: Case) -> None:
 def main(argv: Sequence[str]) -> int:
     folder, name = argv
     hvd = importlib.import_module(f"horovod.{name}")
+    arrays = load_adapter(_ADAPTERS[name]).arrays
     ranks = detect(os.environ).size or 1
     # Evens and odds, so that the sets' ranks differ from the world's.
     halves = [hvd.ProcessSet(range(half, ranks, 2)) for half in range(2)] if ranks > 1 else []
@@ -231,9 +234,9 @@ def main(argv: Sequence[str]) -> int:
         out.write(json.dumps(note) + "\n")
         if hvd.size() != ranks:
             return 1
-        subset = HorovodCollectives(hvd, halves[own % 2]) if halves else None
+        subset = HorovodCollectives(hvd, arrays, halves[own % 2]) if halves else None
         failed = False
-        for case in cases(HorovodCollectives(hvd), subset, framework):
+        for case in cases(HorovodCollectives(hvd, arrays), subset, framework):
             entry = {"check": case.check, "dtype": case.dtype}
             out.write(json.dumps({**entry, "outcome": "begun"}) + "\n")
             try:

@@ -8,13 +8,66 @@ counts as zero, so a rank with unused parameters, or without a batch, keeps nobo
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Collection, Iterable
+from typing import Protocol
 
-from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
-from zerohvd.torch.params.section import ShardedParams
+import numpy as np
+
+from zerohvd.communication.collectives import Collectives
+from zerohvd.schedule import Schedule
 
 # Seconds that a backward pass waits for other ranks, once a step, before it goes on without.
 PATIENCE = 2.0
+
+
+class Reducer(Protocol):
+    """Owns the gradients of a section from arrival to reduced shard.
+
+    Attributes:
+        weight: What this rank's gradients are multiplied with on their way out.
+        arrived: The parameters that had a gradient in this step.
+    """
+
+    weight: float | None
+    arrived: set[int]
+
+    def begin_step(self) -> None:
+        """Forget the last step: the next result replaces the shard, later ones add to it."""
+
+    def take(self, index: int) -> None:
+        """Take over the finished gradient of a parameter."""
+
+    def has_room(self, b: int, patience: float) -> bool:
+        """Whether bucket `b` may go now; waits for earlier ones, but not beyond `patience`."""
+
+    def settle(self, patience: float) -> bool:
+        """Wait for all in flight, but not beyond `patience`; return whether nothing is left."""
+
+    def send(self, b: int) -> None:
+        """Start the reduction of a bucket; gradients that never came count as zero."""
+
+    def finish(self) -> None:
+        """Wait until everything in flight has been reduced."""
+
+
+class Section(Protocol):
+    """Parameters with one Layout."""
+
+    @property
+    def schedule(self) -> Schedule: ...
+
+    @property
+    def reducer(self) -> Reducer: ...
+
+    @property
+    def param_names(self) -> Collection[str]:
+        """In the order of the Layout."""
+
+    def frozen(self) -> Collection[int]:
+        """The parameters that require no gradient now."""
+
+    def with_gradient(self) -> Iterable[int]:
+        """The parameters that hold a gradient which the reducer has not taken."""
 
 
 class Rounds:
@@ -22,27 +75,21 @@ class Rounds:
 
     Attributes:
         weight: What this rank's gradients are multiplied with on their way out.
+        local: Passes under no_sync() have left gradients with the parameters.
     """
 
-    def __init__(
-        self,
-        collectives: TorchCollectives | LocalCollectives,
-        *,
-        stage: int,
-        passes: int,
-        prefix: str,
-    ) -> None:
+    def __init__(self, collectives: Collectives, *, stage: int, passes: int, prefix: str) -> None:
         self._collectives = collectives
         self._name = f"{prefix}/order"
-        self._sections: list[ShardedParams] = []
+        self._sections: list[Section] = []
         self._order: list[int] = []  # in which sections are sent
         self._seen: list[int] | None = []  # in which they were complete; None: the order is known
         self._stage = stage
         self.passes = passes
         self.begin_step()
 
-    def add(self, section: ShardedParams) -> int:
-        """More parameters; returns the number to report their gradients under."""
+    def add(self, section: Section) -> int:
+        """Add a section; return the number to report its gradients under."""
         self._sections.append(section)
         self._ready.append([])
         self._order.append(len(self._order))
@@ -51,7 +98,7 @@ class Rounds:
         return len(self._sections) - 1
 
     def begin_step(self) -> None:
-        self.local = False  # passes under no_sync() have left gradients with the parameters
+        self.local = False
         self.weight: float | None = None
         self._patience = PATIENCE
         self._done = 0
@@ -66,12 +113,12 @@ class Rounds:
             section.schedule.start_round(section.frozen())
 
     def notice_frozen(self) -> None:
-        """Parameters may have been frozen since the last step: do not wait for those."""
+        """Do not wait for parameters that have been frozen since the last step."""
         if not any(section.schedule.started for section in self._sections):
             self._begin_round()
 
     def arrived(self, number: int, index: int) -> None:
-        """A backward pass has added to the gradient of a parameter."""
+        """A backward pass has added to the gradient of parameter `index` of section `number`."""
         if self._stage < 2:
             count = self._counts[number, index] = self._counts.get((number, index), 0) + 1
             if count > self.passes:
@@ -90,7 +137,7 @@ class Rounds:
         self._dispatch()
 
     def accumulated(self, number: int, index: int) -> None:
-        """A pass under no_sync() has added to the gradient: it must not be under way already."""
+        """A pass under no_sync() has added to the gradient: it must not be in flight already."""
         self.local = True
         if self._stage < 2:
             gone = self._counts.get((number, index), 0) >= self.passes
@@ -102,7 +149,7 @@ class Rounds:
 
     def refuse(self, number: int, index: int) -> None:
         """Raise: one backward pass too many."""
-        name = self._sections[number].named[index].name
+        name = list(self._sections[number].param_names)[index]
         raise RuntimeError(
             f"the gradient of {name!r} was computed more than backward_passes_per_step="
             f"{self.passes} times before step(). To accumulate, pass "
@@ -117,15 +164,15 @@ class Rounds:
         self._learn_order()
 
     def _learn_order(self) -> None:
-        """From the first step on, sections are sent in the order in which the first rank had them
-        complete: a head, for one, long before the embedding that is in the same unit."""
+        """Send sections in the order in which rank 0 had them complete, from the next step on: a
+        head, for one, long before the embedding that is in the same unit."""
         if self._seen is None or len(self._order) < 2:
             return
         # Twice in several passes; not at all where a section is not used.
         order = list(dict.fromkeys([*self._seen, *self._order]))
-        said = torch.tensor([len(self._seen), *order])
-        if isinstance(self._collectives, TorchCollectives):
-            self._collectives.broadcast_in_place(said, name=self._name)
+        c = self._collectives
+        own = np.array([len(self._seen), *order], np.int64)
+        said = c.to_numpy(c.broadcast(c.from_numpy(own), name=self._name))
         seen, *self._order = said.tolist()
         self._seen = None if seen else []
 
@@ -141,7 +188,7 @@ class Rounds:
         return self.done() + under_way < self.passes
 
     def pause(self) -> None:
-        """Finish the pass, and wait for what is under way; all ranks must come here."""
+        """Finish the pass, and wait for what is in flight; all ranks must come here."""
         if self._stage < 2:
             return  # nothing leaves before the last pass
         if any(section.schedule.started for section in self._sections):
@@ -149,21 +196,21 @@ class Rounds:
         for section in self._sections:
             section.reducer.finish()
 
-    def resume(self, done: int, arrived: list[set[int]]) -> None:
-        """Go on in a step of which `done` passes lie behind; `arrived` as in the reducers."""
+    def resume(self, done: int, arrived: Collection[Collection[int]]) -> None:
+        """Continue a step of which `done` passes lie behind; `arrived` as in the reducers."""
         self._done = done if self._stage >= 2 else 0
         for number, indices in enumerate(arrived):
             self._sections[number].reducer.arrived = set(indices)
             if self._stage < 2:
-                members = range(len(self._sections[number].params))
+                members = range(len(self._sections[number].param_names))
                 self._counts.update({(number, index): done for index in members})
 
     def _finish_round(self) -> None:
         for section, ready in zip(self._sections, self._ready, strict=True):
             # Gradients that no hook has handed over: of passes under no_sync(), of parameters
             # that were used in fewer passes than others.
-            for index, param in enumerate(section.params):
-                if param.grad is not None and not section.schedule.has_seen(index):
+            for index in section.with_gradient():
+                if not section.schedule.has_seen(index):
                     section.reducer.take(index)
             ready.extend(section.schedule.flush())
         self._dispatch()
@@ -175,13 +222,13 @@ class Rounds:
         for place, number in enumerate(self._order):
             section, ready = self._sections[number], self._ready[number]
             section.reducer.weight = self.weight
-            # Full gradients of two sections, which are units at stage 3, are under way at most.
+            # Full gradients of two sections, which are units at stage 3, are in flight at most.
             for earlier in self._order[: place - 1] if ready and place > 1 else ():
                 if not self._sections[earlier].reducer.settle(self._patience):
                     self._patience = 0.0
             while ready:
-                # With enough buckets under way, wait for the other ranks, which keeps memory low;
-                # but a rank that does not come within our patience is elsewhere, so stop waiting.
+                # With enough buckets in flight, wait for the other ranks, which keeps memory low;
+                # but a rank that does not come within the patience is elsewhere: stop waiting.
                 if not section.reducer.has_room(ready[0], self._patience):
                     self._patience = 0.0
                 section.reducer.send(ready.pop(0))
@@ -190,6 +237,7 @@ class Rounds:
 
 
 def check_passes(passes: int) -> int:
+    """Return `passes`; raise ValueError unless it is a whole number of at least 1."""
     if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
         raise ValueError(
             f"backward_passes_per_step must be a whole number of at least 1, got {passes!r}"

@@ -1,9 +1,7 @@
-"""A set of parameters that is sharded together: its layout, memory and gradients."""
+"""A section: parameters that share a layout, with their memory, masters, pieces and gradients."""
 
 from __future__ import annotations
 
-import dataclasses
-import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,20 +9,23 @@ from typing import Any
 import torch
 
 from zerohvd.communication.agreement import check_agreement
+from zerohvd.communication.collectives import Handle
 from zerohvd.config import ZeroConfig
-from zerohvd.layout import Layout, ParamSpec, Piece, build_layout
-from zerohvd.numerics import DivideFactors
+from zerohvd.layout import Layout, Piece, build_layout
+from zerohvd.numerics import DivideFactors, master_dtype
 from zerohvd.schedule import Schedule
 from zerohvd.torch.communication import arrays
-from zerohvd.torch.communication.collectives import Handle, LocalCollectives, TorchCollectives
+from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
 from zerohvd.torch.gradients.reducer import PARTS_PER_BUCKET, GradReducer
 from zerohvd.torch.params.buffers import FlatParams, piece_view
-from zerohvd.torch.stage3.storage import UnitFlats
-
-_NARROW = (torch.float16, torch.bfloat16)
-
-Memory = Callable[[Layout, Sequence[torch.nn.Parameter]], FlatParams | UnitFlats]
-
+from zerohvd.torch.params.owned import (
+    MakeMemory,
+    NamedParam,
+    OwnedPiece,
+    ParamMemory,
+    check_free,
+    set_optimizer,
+)
 
 MakeMaster = Callable[[torch.Tensor, torch.dtype], torch.Tensor | None]
 
@@ -33,67 +34,20 @@ def _in_place(shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     return None if dtype == shard.dtype else shard.to(dtype)
 
 
-def _whole(layout: Layout, params: Sequence[torch.nn.Parameter]) -> FlatParams:
-    return FlatParams(layout, params)
-
-
-@dataclasses.dataclass(frozen=True)
-class NamedParam:
-    """A parameter of the model, with the name the user knows it by."""
-
-    name: str
-    param: torch.nn.Parameter
-    group: int | str = 0  # parameters of different groups never travel together
-
-    @property
-    def spec(self) -> ParamSpec:
-        # The kind of device, not its number: each rank has another GPU.
-        group = f"{self.group}/{self.param.device.type}"
-        return ParamSpec(
-            self.name, tuple(self.param.shape), arrays.dtype_name(self.param.dtype), group
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class OwnedPiece:
-    """What this rank owns of a parameter, as the inner optimizer sees it."""
-
-    piece: Piece
-    tensor: torch.nn.Parameter  # a view of the flat parameters, or of a master
-
-
 def _bucket_of(owned: OwnedPiece) -> int:
     return owned.piece.bucket
 
 
-class Owner(weakref.ref):  # type: ignore[type-arg]
-    """Whose a parameter is. A model that comes from a file is nobody's.
-
-    Autograd's references to parameters are out of the garbage collector's sight: one from a
-    parameter to who holds them would keep a model that nobody has any more.
-    """
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
-
-
-def check_free(named: NamedParam) -> None:
-    """A second optimizer on the same parameter would find its gradient taken by the first."""
-    owner = getattr(named.param, "_zerohvd_owner", None)
-    if owner is not None and owner() is not None:
-        raise ValueError(
-            f"parameter {named.name!r} belongs to another sharded optimizer. One parameter can "
-            "be in one of them; call close() on the old one, or delete it, before making a new one"
-        )
-
-
-class ShardedParams:
-    """Parameters laid out together. Everything here is local, but for `gather` and the reducer.
+class Section:
+    """Parameters that share a layout. Only `gather_start` and the reducer communicate.
 
     Attributes:
         layout: Where each parameter lives.
+        flat: The memory behind the layout.
+        masters: Per bucket: this rank's shard in the dtype that the optimizer updates; None where
+            that is the parameters' own.
         owned: This rank's pieces, in the layout's order.
-        reducer: The way of the gradients.
+        reducer: Reduces the gradients.
         schedule: When a bucket may go.
     """
 
@@ -107,7 +61,7 @@ class ShardedParams:
         wire: torch.dtype | None,
         factors: DivideFactors,
         settings: dict[str, Any],
-        memory: Memory | None = None,
+        memory: MakeMemory | None = None,
         master: MakeMaster | None = None,
     ) -> None:
         """
@@ -136,7 +90,7 @@ class ShardedParams:
             for b in self.layout.buckets
         ]
         self._lengths = [[span.length for span in b.spans()] for b in self.layout.buckets]
-        self.flat = (memory or _whole)(self.layout, self.params)
+        self.flat: ParamMemory = (memory or FlatParams)(self.layout, self.params)
         self.buckets = range(len(self.layout.buckets))
         self.masters = self._make_masters(config, master or _in_place)
         self.owned = [self._own(piece) for piece in self.layout.pieces(self.rank)]
@@ -159,10 +113,8 @@ class ShardedParams:
         """Per bucket: this rank's shard in the master's dtype; None where it is the params'."""
         masters: list[torch.Tensor | None] = []
         for b, flat in enumerate(self.flat.flats):
-            dtype = torch.float32 if flat.dtype in _NARROW else flat.dtype
-            if config.master_dtype is not None:
-                dtype = arrays.dtype_of(config.master_dtype)
-            masters.append(make(self.param_shard(b), dtype))
+            name = master_dtype(arrays.dtype_name(flat), config.master_dtype)
+            masters.append(make(self.param_shard(b), arrays.dtype_of(name)))
         return masters
 
     def param_shard(self, b: int) -> torch.Tensor:
@@ -213,13 +165,22 @@ class ShardedParams:
         first = bisect_left(self.owned, buckets.start, key=_bucket_of)
         return self.owned[first : bisect_left(self.owned, buckets.stop, first, key=_bucket_of)]
 
-    def set_owner(self, owner: Any) -> None:
-        """Note who takes the gradients of these parameters; None: nobody any more."""
+    def set_owner(self, optimizer: Any) -> None:
+        """Note which optimizer takes the gradients of these parameters; None: no one any more."""
         for param in self.params:
-            param._zerohvd_owner = None if owner is None else Owner(owner)
+            set_optimizer(param, optimizer)
+
+    @property
+    def param_names(self) -> list[str]:
+        return [n.name for n in self.named]
 
     def frozen(self) -> list[int]:
+        """The parameters that require no gradient now."""
         return [i for i, p in enumerate(self.params) if not p.requires_grad]
+
+    def with_gradient(self) -> list[int]:
+        """The parameters that hold a gradient which the reducer has not taken."""
+        return [i for i, p in enumerate(self.params) if p.grad is not None]
 
     def gather_start(self, buckets: range) -> list[Handle]:
         """Publish the updated shards: when all handles have been waited for, the parameters of
@@ -229,7 +190,7 @@ class ShardedParams:
             flat, master = self.flat.flats[b], self.masters[b]
             if master is not None:
                 self.param_shard(b).copy_(master)
-            if self.layout.size > 1 and isinstance(self.flat, FlatParams):
+            if self.layout.size > 1 and self.flat.replicated:
                 handle = self._collectives.gather_start(flat, self._lengths[b], name=self._names[b])
                 under_way.append(handle)
         return under_way

@@ -1,0 +1,97 @@
+"""Variables whose updates are sharded: who owns what, and the gather after an update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from zerohvd.keras.communication.ordering import after
+from zerohvd.keras.communication.wire import Wire
+from zerohvd.keras.params import buffers
+from zerohvd.keras.params.pieces import PieceVariable, tf_variable
+from zerohvd.layout import Bucket, Layout
+
+
+class ShardedVariables:
+    """The variables of one optimizer, in the layout's order, and the pieces that this rank owns.
+
+    At stage 0 the layout is that of one rank, and every piece a whole variable.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        wire: Wire,
+        variables: Sequence[Any],
+        pieces: Sequence[PieceVariable],
+    ) -> None:
+        self.layout, self.wire = layout, wire
+        self.variables, self.pieces = tuple(variables), tuple(pieces)
+        self.natives = tuple(tf_variable(v) for v in variables)
+        self.rank = wire.rank if layout.size > 1 else 0
+        self._index_of = {v.ref(): i for i, v in enumerate(self.natives)}
+        self._pieces_of: list[list[int]] = [[] for _ in layout.buckets]
+        for index, piece in enumerate(pieces):
+            self._pieces_of[piece.piece.bucket].append(index)
+
+    def index_of(self, variable: Any) -> int:
+        """Which of `variables` it is."""
+        index = self._index_of.get(tf_variable(variable).ref())
+        if index is None:
+            raise ValueError(
+                f"unknown variable {variable}: the optimizer was built with other variables. Give "
+                "new variables to a new optimizer."
+            )
+        return index
+
+    def indices_in(self, bucket: Bucket) -> Sequence[int]:
+        """Which of this rank's pieces lie in the bucket."""
+        return self._pieces_of[bucket.index]
+
+    def pieces_in(self, bucket: Bucket) -> list[PieceVariable]:
+        return [self.pieces[i] for i in self.indices_in(bucket)]
+
+    def name_of(self, bucket: Bucket, op: str) -> str:
+        """The name of a collective on the bucket."""
+        first = self.layout.params[bucket.slots[0].param].name
+        plain = "".join(c if c.isalnum() or c in "._-" else "." for c in first)
+        return f"{self.wire.prefix}/b{bucket.index}/{op}/{plain}"
+
+    def assign_all(self, prepare: Callable[[Bucket], None]) -> list[Any]:
+        """Gather every bucket, after `prepare(bucket)` has set the values of this rank's pieces;
+        returns operations to wait for."""
+        assembly = self.assembly()
+        done: list[Any] = []
+        for bucket in self.layout.buckets:
+            # One after the other: Horovod would fuse them, in a buffer of 128 MiB by default.
+            with after(done[-1:]):
+                prepare(bucket)
+                done.append(self.gather(bucket, assembly))
+        return done
+
+    def assembly(self) -> buffers.Assembly:
+        """What `gather` puts buckets into; one for all buckets."""
+        return buffers.Assembly(self.layout, self.natives)
+
+    def gather(self, bucket: Bucket, assembly: buffers.Assembly, wait_for: Any = ()) -> Any:
+        """Allgather all ranks' pieces and assign them to the model's variables; returns operations
+        to wait for. A rank without a piece, whose allgather has no input, waits for `wait_for`."""
+        pieces = self.pieces_in(bucket)
+        values = [p.read_value() for p in pieces]
+        for piece in pieces:
+            piece.drop()
+        if self.layout.size == 1:
+            return [
+                v.assign(tf.reshape(tf.cast(x, v.dtype), v.shape), read_value=False)
+                for v, x in zip([tf_variable(p.variable) for p in pieces], values, strict=True)
+            ]
+        spans = [p.piece.bucket_span for p in pieces]
+        shard = buffers.pack_shard(bucket, self.rank, values, spans)
+        if not pieces:
+            with after(wait_for):
+                shard = self.wire.live(shard)
+        lengths = [span.length for span in bucket.spans()]
+        full = self.wire.allgather(shard, lengths, self.name_of(bucket, "allgather"))
+        return assembly.add(bucket, full)

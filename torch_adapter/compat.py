@@ -1,0 +1,206 @@
+"""Names of torch and Horovod that are not public, each called in one place.
+
+Tried with torch 2.13 and Horovod 0.28.1. Every entry says why it is needed and what happens
+without it. No other module of the adapter uses such names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from horovod.torch import mpi_ops
+from torch import nn
+
+# TorchDispatchMode and pytree are what `deferred_init` records operators with. torch documents both
+# as extension points, but keeps them in modules with an underscore. Without: no deferred_init.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_iter as tree_iter
+from torch.utils._pytree import tree_map as tree_map
+
+# -- autograd, tensors, modules ------------------------------------------------------------------
+
+
+def in_backward() -> bool:
+    """Return whether this thread runs a backward pass.
+
+    A module that runs inside a backward pass is recomputed by activation checkpointing, and must
+    not count as the forward pass of the next step. torch has no public name for this. Without: the
+    prefetch order of stage 3 is wrong with checkpointing, and parameters are freed too early.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` once, at the end of the backward pass that is running now.
+
+    DDP and FSDP use the same call. Without: the units gathered last stay gathered until step().
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """Return a context in which tensor subclasses act as plain tensors.
+
+    `__torch_function__` of a placeholder has to reach the plain attribute. That of torch.Tensor
+    does the same, but converts results. Without: endless recursion.
+    """
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def without_torch_function_modes() -> AbstractContextManager[None]:
+    """Return a context without tensor subclasses and without function modes.
+
+    `deferred_init` must see that its tensors are on the meta device while its own function mode
+    says that they are on the host. Without: endless recursion.
+    """
+    return torch._C.DisableTorchFunction()
+
+
+def swap_tensors(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Exchange the contents of two tensor objects.
+
+    The public torch.utils.swap_tensors refuses tensors with weak references, which parameters of
+    recurrent layers have: those refer to the object, which stays. Without: recurrent layers cannot
+    be built under `deferred_init`.
+    """
+    torch._C._swap_tensor_impl(a, b)
+
+
+def operator_arguments(operator: Any) -> list[tuple[str, bool]]:
+    """Return (name, whether it is written to) of an operator's arguments.
+
+    Only the schema says which arguments an operator writes to. Without: no deferred_init.
+    """
+    return [
+        (a.name, a.alias_info is not None and a.alias_info.is_write)
+        for a in operator._schema.arguments
+    ]
+
+
+def operator_name(operator: Any) -> str:
+    """Return an operator's name without its overload, as "fill_" of aten::fill_.Scalar."""
+    return str(operator._schema.name).removeprefix("aten::")
+
+
+def register_state_dict_post_hook(module: nn.Module, hook: Callable[..., None]) -> Any:
+    """Call `hook(module, state_dict, prefix, metadata)` after `module.state_dict()`.
+
+    Public from torch 2.5 on, private under another name before.
+    """
+    public = getattr(module, "register_state_dict_post_hook", None)
+    return (public or module._register_state_dict_hook)(hook)
+
+
+# -- GradScaler ----------------------------------------------------------------------------------
+
+# torch.amp.GradScaler.step() asks an optimizer for this attribute. Where it is true the optimizer
+# unscales by itself: the scaler sets `grad_scale` and `found_inf` on it and calls step(). A plain
+# scaler is recognised by that. Without it, a plain scaler finds no gradients before they have been
+# reduced, and fails with "No inf checks were recorded for this optimizer".
+_UNSCALES_ITSELF = "_step_supports_amp_scaling"
+_SET_BY_SCALER = ("grad_scale", "found_inf")
+
+
+def unscales_itself(optimizer_class: type[torch.optim.Optimizer]) -> None:
+    """Let GradScaler leave the scale to `step()` of this class."""
+    setattr(optimizer_class, _UNSCALES_ITSELF, True)
+
+
+@contextlib.contextmanager
+def unscaled_by_scaler(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, GradScaler unscales the optimizer's gradients as those of any other."""
+    setattr(optimizer, _UNSCALES_ITSELF, False)
+    try:
+        yield
+    finally:
+        delattr(optimizer, _UNSCALES_ITSELF)
+
+
+def take_scale(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a GradScaler has left its scale to `step()`; what it has set is removed."""
+    found = [name for name in _SET_BY_SCALER if name in vars(optimizer)]
+    for name in found:
+        delattr(optimizer, name)
+    return bool(found)
+
+
+# -- Horovod's collectives -----------------------------------------------------------------------
+
+# The public calls allocate an output in every call, and page faults on fresh memory cost more than
+# moving the data. These take the output: an exact-size contiguous one is filled in place.
+
+
+def reducescatter_start(x: torch.Tensor, out: torch.Tensor, name: str, process_set: Any) -> int:
+    """Sum `x` over the ranks into `out`, this rank's part; returns Horovod's handle."""
+    started: int = mpi_ops._reducescatter_async(
+        x, out, name, mpi_ops.Sum, process_set, 1.0, 1.0
+    )
+    return started
+
+
+def alltoall_start(
+    x: torch.Tensor, splits: torch.Tensor, out: torch.Tensor, name: str, process_set: Any
+) -> int:
+    """Send `splits[r]` elements to each rank r, receive into `out`; returns Horovod's handle."""
+    received = torch.empty(len(splits), dtype=torch.int32)
+    started: int = mpi_ops._alltoall_async(x, splits, out, received, name, process_set)
+    return started
+
+
+def allgather_start(x: torch.Tensor, out: torch.Tensor, name: str, process_set: Any) -> int:
+    """Gather the `x` of all ranks into `out`; returns Horovod's handle."""
+    started: int = mpi_ops._allgather_async(x, out, name, process_set)
+    return started
+
+
+def is_done(handle: int) -> bool:
+    """Whether synchronizing the handle would return, or raise, at once.
+
+    poll() of a handle that has been synchronized already ends in a crash, so the map of open
+    handles is asked first.
+    """
+    return handle not in mpi_ops._handle_map or bool(mpi_ops.poll(handle))
+
+
+# -- torch.optim -----------------------------------------------------------------------------------
+
+
+def counts_calls(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody may count the calls of `step()`: hooks on it, or a `step` put in its place.
+
+    There is no public way to ask for hooks. Without it they would run once per wave of a step.
+    """
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    # A learning-rate scheduler made for the inner optimizer only notes that step() was called.
+    step = vars(optimizer).get("step")
+    replaced = step is not None and not hasattr(step, "_wrapped_by_lr_sched")
+    return any(hooks) or replaced
+
+
+def with_state_dict_hooks(
+    optimizer: torch.optim.Optimizer, make: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """Run `make` between the hooks that `register_state_dict_(pre|post)_hook` has registered.
+
+    torch runs them in its own state_dict(), which this one replaces.
+    """
+    for before in optimizer._optimizer_state_dict_pre_hooks.values():
+        before(optimizer)
+    made = make()
+    for after in optimizer._optimizer_state_dict_post_hooks.values():
+        changed = after(optimizer, made)
+        made = made if changed is None else changed
+    return made
+
+
+def increment_version(params: Sequence[torch.Tensor]) -> None:
+    """Tell autograd that the values have changed: a graph that saved the old ones must not be used.
+
+    Placeholders of sharded parameters would refuse the call as one that needs their values.
+    """
+    with without_torch_function():
+        torch.autograd.graph.increment_version(list(params))

@@ -1,0 +1,110 @@
+"""Parameters with their names, the pieces that a rank owns of them, and who they belong to."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from zerohvd.layout import Layout, ParamSpec, Piece
+from zerohvd.torch.communication import arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedParam:
+    """A parameter of the model, with the name the user knows it by."""
+
+    name: str
+    param: torch.nn.Parameter
+    group: int | str = 0  # parameters of different groups never travel together
+
+    @property
+    def spec(self) -> ParamSpec:
+        # The kind of device, not its number: each rank has another GPU.
+        group = f"{self.group}/{self.param.device.type}"
+        return ParamSpec(
+            self.name, tuple(self.param.shape), arrays.dtype_name(self.param.dtype), group
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnedPiece:
+    """What this rank owns of a parameter, as the inner optimizer sees it."""
+
+    piece: Piece
+    tensor: torch.nn.Parameter  # a view of the flat parameters, or of a master
+
+
+class ParamMemory(Protocol):
+    """Where the parameters of one Layout live.
+
+    Attributes:
+        flats: Per bucket: 1-D, padded.
+        replicated: Every rank holds all of the parameters; else it holds its shards, and the rest
+            travels when it is needed.
+    """
+
+    flats: list[torch.Tensor]
+    replicated: bool
+
+    def shard(self, b: int, rank: int) -> torch.Tensor:
+        """Return the part of bucket `b` that `rank` owns: 1-D."""
+
+    def moved(self) -> int | None:
+        """Return the index of the first parameter that was given other memory."""
+
+    def held(self) -> Sequence[torch.Tensor]:
+        """Return the tensors that hold parameters between two steps."""
+
+
+MakeMemory = Callable[[Layout, Sequence[torch.nn.Parameter]], ParamMemory]
+
+
+# -- belonging -------------------------------------------------------------------------------------
+
+_OPTIMIZER, _UNITS = "_zerohvd_owner", "_zerohvd_units"
+
+
+class _WeakOwner(weakref.ref):  # type: ignore[type-arg]
+    """A weak reference from a parameter to its owner. One that comes from a file belongs to nobody.
+
+    Autograd's references to parameters are invisible to the garbage collector: a strong reference
+    from a parameter to who holds it would keep a model alive that nobody has any more.
+    """
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def set_optimizer(param: torch.nn.Parameter, optimizer: Any) -> None:
+    """Note which optimizer takes the gradients of a parameter; None: no one any more."""
+    setattr(param, _OPTIMIZER, None if optimizer is None else _WeakOwner(optimizer))
+
+
+def optimizer_of(param: torch.nn.Parameter) -> Any:
+    """Return the sharded optimizer that a parameter belongs to, or None."""
+    owner = getattr(param, _OPTIMIZER, None)
+    return None if owner is None else owner()
+
+
+def set_units(param: torch.nn.Parameter, units: Any) -> None:
+    """Note who gathers a parameter; None: it is whole."""
+    setattr(param, _UNITS, None if units is None else _WeakOwner(units))
+
+
+def units_of(param: torch.nn.Parameter) -> Any:
+    """Return the units that gather a parameter, or None where it is whole."""
+    owner = getattr(param, _UNITS, None)
+    return None if owner is None else owner()
+
+
+def check_free(named: NamedParam) -> None:
+    """Raise if the parameter belongs to another sharded optimizer: that one takes its gradient."""
+    if optimizer_of(named.param) is not None:
+        raise ValueError(
+            f"parameter {named.name!r} belongs to another sharded optimizer. One parameter can "
+            "be in one of them; call close() on the old one, or delete it, before making a new one"
+        )

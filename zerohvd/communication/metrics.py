@@ -1,0 +1,94 @@
+"""Metrics over the samples of all ranks: the sum of the ranks' metric states gives one result.
+
+A metric keeps sums (a total and a count, true positives, a confusion matrix), and an average of
+the ranks' results would be wrong for most metrics. How a framework computes a result from a state
+is the adapter's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from zerohvd.communication.collectives import Collectives
+
+Array = np.ndarray[Any, Any]
+
+
+class Snapshot(NamedTuple):
+    """A model's metrics at one moment on this rank."""
+
+    state: list[Array]
+    aggregation: list[str]  # of each state: "sum", "mean" or "only_first_replica"
+    results: dict[str, float]
+    samples: float  # in the loss; 0: they are not counted
+
+
+class Joint(NamedTuple):
+    """The same over all ranks."""
+
+    state: list[Array]
+    means: dict[str, float]  # of the numbers in the logs
+    metrics: set[str]  # the numbers in the logs that are results of metrics, on all ranks
+
+
+def add_up(here: Snapshot, logs: Mapping[str, Any], ranks: Collectives, name: str) -> Joint:
+    """Add up the states of all ranks, which must all call this.
+
+    Means are weighted by the samples where the loss counts them.
+    """
+    # In the order of the metrics: a framework may number names, and not on all ranks alike.
+    names = [n for n in here.results if n in logs]
+    names += sorted(n for n, v in logs.items() if n not in here.results and np.ndim(v) == 0)
+    _compare(names, here, ranks, name)
+    mine = np.array([float(logs[n]) for n in names], np.float64)
+    known = [_is_result(here, n, v) for n, v in zip(names, mine, strict=True)]
+    # A mean of no samples may be NaN, and must not spoil those of other ranks.
+    counted = mine * here.samples if here.samples > 0 else np.zeros_like(mine)
+    state = [_share(*s, ranks) for s in zip(here.state, here.aggregation, strict=True)]
+    parts = [np.array(known, np.float64), mine, counted, np.array([here.samples]), *state]
+    everywhere, plain, total, samples, *joint = _sum(parts, ranks, name)
+    means = total / samples if samples[0] > 0 else plain / ranks.size
+    return Joint(
+        [x.astype(like.dtype) for x, like in zip(joint, here.state, strict=True)],
+        {n: float(mean) for n, mean in zip(names, means, strict=True)},
+        {n for n, count in zip(names, everywhere, strict=True) if count == ranks.size},
+    )
+
+
+def _is_result(here: Snapshot, name: str, value: float) -> bool:
+    if name not in here.results:
+        return False
+    return bool(np.isclose(float(here.results[name]), value, rtol=1e-6, atol=0, equal_nan=True))
+
+
+def _share(value: Array, aggregation: str, ranks: Collectives) -> Array:
+    """What this rank adds to the sum."""
+    value = value.astype(np.float64)
+    if aggregation == "only_first_replica":
+        return value if ranks.rank == 0 else np.zeros_like(value)
+    return value / ranks.size if aggregation == "mean" else value
+
+
+def _compare(names: Sequence[str], here: Snapshot, ranks: Collectives, name: str) -> None:
+    """Raise on all ranks if they have different metrics; the sums would make no sense."""
+    plain = [re.sub(r"_\d+$", "", n) for n in names]
+    mine = (plain, [(x.shape, str(x.dtype)) for x in here.state])
+    seen = ranks.allgather_object(mine, name=f"{name}/names")
+    differ = [r for r, s in enumerate(seen) if s != seen[0]]
+    if differ:
+        raise ValueError(
+            f"MetricAverage: rank 0 has the metrics {seen[0][0]}, but ranks {differ} have others, "
+            f"rank {differ[0]} {seen[differ[0]][0]}. Compile the same metrics on all ranks, and "
+            "validate on all of them or on none."
+        )
+
+
+def _sum(parts: Sequence[Array], ranks: Collectives, name: str) -> list[Array]:
+    flat = np.concatenate([np.ravel(p) for p in parts])
+    summed = ranks.to_numpy(ranks.allreduce(ranks.from_numpy(flat), name=name))
+    cut = np.split(summed, np.cumsum([p.size for p in parts])[:-1])
+    return [c.reshape(p.shape) for c, p in zip(cut, parts, strict=True)]

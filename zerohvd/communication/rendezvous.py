@@ -1,0 +1,251 @@
+"""Rendezvous: ranks compare what each is about to do before they do it together.
+
+A rank that calls `state_dict()` while another one trains would wait for it for ever, each in a
+collective of its own. So whatever ranks do together begins with one small collective under one
+name. Ranks that make different calls meet in it and find out.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from zerohvd.communication.collectives import Array, AsyncCollectives, Handle
+from zerohvd.errors import DisagreementError
+
+# Seconds to wait for the details of a disagreement. The rank that made the other call may come to
+# its own check late, or fail before; the error must not depend on it.
+DETAILS_PATIENCE = 20.0
+_POLL = 1e-3
+
+
+class Call(enum.IntEnum):
+    """What ranks do together."""
+
+    STEP = 1
+    STATE = 2
+    GROUP = 3
+    SAVE = 4
+    LOAD = 5
+    FIT = 6
+    FIT_COUNTED = 7
+
+    @property
+    def said(self) -> str:
+        """The call in the user's words."""
+        return _SAID[self]
+
+
+_SAID = {
+    Call.STEP: "backward() or step()",
+    Call.STATE: "state_dict()",
+    Call.GROUP: "add_param_group()",
+    Call.SAVE: "zero.save()",
+    Call.LOAD: "zero.load()",
+    Call.FIT: "model.fit() on data that counts no samples",
+    Call.FIT_COUNTED: "model.fit() on a part from zero.shard_dataset",
+}
+TOGETHER = "All ranks make these calls together: do not put one behind `if hvd.rank() == 0`"
+SAME_DATA = ", and fit the same kind of data on all of them"
+
+
+class Claims(NamedTuple):
+    """What one rank says at a rendezvous: numbers that a float64 holds exactly."""
+
+    call: float
+    trainable: float  # digest of which parameters require gradients
+    weighted: float
+    passes: float
+    options: float  # digest of what else has to be the same
+
+
+class Waits(Protocol):
+    """Waits for handles while it serves other ranks; see `zerohvd.communication.waiting`."""
+
+    def wait(self, handles: Sequence[Handle]) -> None: ...
+
+    def wait_for(self, handles: Sequence[Handle], seconds: float) -> bool: ...
+
+
+class Rendezvous:
+    """One small collective at the beginning of whatever the ranks do together."""
+
+    def __init__(
+        self, collectives: AsyncCollectives, name: str, waiting: Waits | None = None
+    ) -> None:
+        """
+        Args:
+            name: Of the collective; the same on all ranks.
+            waiting: Waits in the place of the handles' own wait().
+        """
+        self._collectives = collectives
+        self._name = name
+        self._waiting = waiting
+        self._open: tuple[Claims, Array, Handle] | None = None
+
+    def open(
+        self,
+        call: Call,
+        trainable: Iterable[bool],
+        *,
+        weighted: bool = False,
+        passes: int = 1,
+        options: str = "",
+    ) -> None:
+        """Tell the other ranks; does not wait for them.
+
+        Args:
+            call: What this rank is about to do.
+            trainable: Per parameter of the model, whether it requires a gradient.
+            weighted: Whether this rank gave a weight for the step.
+            passes: Backward passes per step.
+            options: What else has to be the same, such as learning rates.
+        """
+        frozen = "".join("01"[bool(t)] for t in trainable)
+        claims = Claims(call, _digest(frozen), float(weighted), passes, _digest(options))
+        # The maximum of a value and of its negative are equal only if all ranks said the same.
+        said = self._collectives.from_numpy(np.array([*claims, *(-c for c in claims)], np.float64))
+        handle = self._collectives.allreduce_start(said, "max", name=self._name)
+        self._open = (claims, said, handle)
+
+    def check(self) -> None:
+        """Wait for the others; raise the same DisagreementError on all ranks if they differ."""
+        if self._open is None:
+            return
+        (claims, said, handle), self._open = self._open, None
+        if self._waiting is not None:
+            self._waiting.wait([handle])
+        handle.wait()
+        found = self._collectives.to_numpy(said)
+        highest, lowest = Claims(*found[: len(claims)]), Claims(*-found[len(claims) :])
+        if highest == lowest:
+            return
+        # Every rank sees this, so all of them come here.
+        heard = self._hear_all(claims)
+        groups = _extremes(lowest, highest) if heard is None else _by_rank(heard)
+        raise DisagreementError(_difference(groups, lowest, highest))
+
+    def _hear_all(self, claims: Claims) -> list[Claims] | None:
+        """What each rank said, in rank order; None if a rank does not come to tell."""
+        c = self._collectives
+        own = c.from_numpy(np.array(claims, np.float64))
+        heard = c.from_numpy(np.zeros(len(claims) * c.size, np.float64))
+        lengths = [len(claims)] * c.size
+        handle = c.gather_into(heard, own, lengths, name=f"{self._name}/who")
+        if not self._wait_for(handle):
+            return None
+        handle.wait()
+        return [Claims(*row) for row in c.to_numpy(heard).reshape(c.size, -1).tolist()]
+
+    def _wait_for(self, handle: Handle) -> bool:
+        if self._waiting is not None:
+            return self._waiting.wait_for([handle], DETAILS_PATIENCE)
+        deadline = time.monotonic() + DETAILS_PATIENCE
+        while not handle.done():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL)
+        return True
+
+
+def different_calls(calls: Sequence[int]) -> DisagreementError | None:
+    """The error for ranks that made these calls, in rank order; None if they are the same."""
+    if len(set(calls)) <= 1:
+        return None
+    claims = [Claims(call, 0, 0, 0, 0) for call in calls]
+    return DisagreementError(_calls_differ(_by_rank(claims)))
+
+
+def another_trains(rank: int, call: Call) -> DisagreementError:
+    """The error for a rank that made this call while another one trains."""
+    return DisagreementError(
+        f"rank {rank} called {call.said} while another rank trains. {TOGETHER}{SAME_DATA}"
+    )
+
+
+def others_called(rank: int) -> DisagreementError:
+    """The error for a rank that trains while another one made some other call."""
+    return DisagreementError(
+        f"rank {rank} trains while another rank called zero.save(), zero.load() or model.fit(). "
+        f"{TOGETHER}{SAME_DATA}"
+    )
+
+
+class _Group(NamedTuple):
+    who: str
+    claims: Claims
+
+
+Grouping = Callable[[Callable[[Claims], float]], list[_Group]]
+
+
+def _by_rank(heard: Sequence[Claims]) -> Grouping:
+    def groups(key: Callable[[Claims], float]) -> list[_Group]:
+        ranks: dict[float, list[int]] = {}
+        for rank, claims in enumerate(heard):
+            ranks.setdefault(key(claims), []).append(rank)
+        return [_Group(_ranks(members), heard[members[0]]) for members in ranks.values()]
+
+    return groups
+
+
+def _extremes(lowest: Claims, highest: Claims) -> Grouping:
+    """Groups without the ranks' numbers: only the lowest and the highest value are known."""
+    return lambda key: [_Group("some ranks", lowest), _Group("others", highest)]
+
+
+def _ranks(members: Sequence[int]) -> str:
+    return f"rank {members[0]}" if len(members) == 1 else f"ranks {list(members)}"
+
+
+def _digest(text: str) -> float:
+    return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big"))
+
+
+def _difference(groups: Grouping, lowest: Claims, highest: Claims) -> str:
+    """What differs, by whom, and what to do; the most telling difference first."""
+    if highest.call != lowest.call:
+        return _calls_differ(groups)
+    if highest.trainable != lowest.trainable:
+        return (
+            "not the same parameters require gradients on all ranks "
+            f"({_unlike(groups(lambda c: c.trainable))}). Freeze and unfreeze the same "
+            "parameters everywhere"
+        )
+    if highest.weighted != lowest.weighted:
+        said = [
+            f"{g.who} gave {'a' if g.claims.weighted else 'no'} weight"
+            for g in groups(lambda c: c.weighted)
+        ]
+        return (
+            f"{', '.join(said)} for this step. Give one on every rank; a rank without a batch "
+            "gives 0"
+        )
+    if highest.passes != lowest.passes:
+        said = [f"{g.claims.passes:g} on {g.who}" for g in groups(lambda c: c.passes)]
+        return f"backward_passes_per_step is {', '.join(said)}. Set the same number everywhere"
+    return (
+        "learning rates differ, or not all ranks have loaded the optimizer's state "
+        f"({_unlike(groups(lambda c: c.options))}). Set rates and call load_state_dict() on every "
+        "rank, with the same values"
+    )
+
+
+def _calls_differ(groups: Grouping) -> str:
+    found = groups(lambda c: c.call)
+    calls = [Call(int(g.claims.call)) for g in found]
+    said = ", ".join(f"{g.who} {call.said}" for g, call in zip(found, calls, strict=True))
+    fits = any(call in (Call.FIT, Call.FIT_COUNTED) for call in calls)
+    return (
+        f"some ranks called something else than others: {said}. "
+        f"{TOGETHER}{SAME_DATA if fits else ''}"
+    )
+
+
+def _unlike(found: Sequence[_Group]) -> str:
+    return " unlike ".join(g.who for g in found)

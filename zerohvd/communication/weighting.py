@@ -1,0 +1,108 @@
+"""Ranks with unequal batches: how much each rank's gradient counts in a step."""
+
+from __future__ import annotations
+
+import math
+from types import TracebackType
+from typing import Any
+
+NEEDS_AVERAGE = "a weight needs op=hvd.Average: a sum does not weigh ranks"
+
+
+def check_weight(value: Any) -> float:
+    """Return `value` as a float; raise ValueError unless it is a finite number >= 0."""
+    number = float(value)
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(
+            f"a weight must be a number >= 0, such as the number of samples in this rank's "
+            f"batch; got {value!r}"
+        )
+    return number
+
+
+class Announced:
+    """The weight announced for the next step; None: all ranks count alike.
+
+    Attributes:
+        held: A step that takes the weight does not use it up.
+    """
+
+    def __init__(self) -> None:
+        self.value: Any = None
+        self.held = False
+
+    def announce(self, value: Any, *, held: bool = False) -> None:
+        self.value, self.held = value, held
+
+    def take(self) -> Any:
+        """Return the weight, and forget it unless it is held."""
+        value = self.value
+        if not self.held:
+            self.value = None
+        return value
+
+    def clear(self) -> None:
+        self.value, self.held = None, False
+
+
+_announced = Announced()
+
+
+class weight:
+    """Say how much this rank counts in the next step, before its backward pass.
+
+    Gradients are averages over the rank's own batch; with the number of its samples as the
+    weight, the result equals one process on the union of all samples. A rank without a batch
+    gives 0 and skips its backward pass, but not `opt.step()`. Every rank has to give a weight.
+
+        zero.weight(len(batch))                       # until the next opt.step()
+        with zero.weight(len(batch)): loss.backward() # the same
+    """
+
+    def __init__(self, value: float) -> None:
+        self.value = check_weight(value)
+        _announced.announce(self.value)
+
+    def __enter__(self) -> weight:
+        _announced.announce(self.value)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # The step that consumes the gradients still needs it; a failed pass does not.
+        if kind is not None:
+            clear()
+
+    def __repr__(self) -> str:
+        return f"zero.weight({self.value:g})"
+
+
+def announced() -> float | None:
+    """Return the weight of the step to come, None if none has been announced."""
+    value: float | None = _announced.value
+    return value
+
+
+def clear() -> None:
+    """Forget an announced weight."""
+    _announced.clear()
+
+
+def check_unchanged(used: float | None) -> None:
+    """Raise if the announced weight is not the one gradients of this step have left with.
+
+    A weight that came too late, or changed, would be ignored silently.
+    """
+    value = announced()
+    if value == used:
+        return
+    said = "no weight" if value is None else f"zero.weight({value:g})"
+    left = "no weight" if used is None else f"weight {used:g}"
+    raise ValueError(
+        f"{said} came after gradients of this step had left with {left}. Give one weight per "
+        "step, before its first backward pass"
+    )
