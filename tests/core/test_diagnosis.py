@@ -81,7 +81,7 @@ def test_where_nothing_is_installed_every_line_says_what_to_do():
     lines = lines_of(seen)
     assert [lines[n].status for n in ("PyTorch", "TensorFlow", "Horovod")] == [Status.FAIL] * 3
     assert lines["Horovod"].fix == "run `zerohvd horovod install`"
-    assert "pip install 'torch>=2.1'" in lines["PyTorch"].fix
+    assert "pip install 'torch>=2.6'" in lines["PyTorch"].fix
 
 
 @pytest.mark.parametrize(("gone", "line"), [("torch", "PyTorch"), ("tensorflow", "TensorFlow")])

@@ -92,7 +92,7 @@ def test_the_table_of_a_bare_environment_names_the_commands(bare):
     done = doctor(python=bare)
     assert done.returncode == 1
     assert "zerohvd horovod install" in done.stdout
-    assert "pip install 'torch>=2.1'" in done.stdout
+    assert "pip install 'torch>=2.6'" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
 
 
