@@ -16,7 +16,7 @@ from zerohvd.tools.doctor.machine import Machine
 from zerohvd.tools.doctor.probes import Finding
 from zerohvd.tools.doctor.rank_check import CHECKS, DTYPES, offered, rows
 from zerohvd.tools.doctor.report import Line, Report, Status
-from zerohvd.tools.versions import Installed
+from zerohvd.versions import Installed
 
 OPEN_MPI = "/opt/openmpi/lib/libmpi.so.40"
 BIG = Machine(cores=64, usable_cores=64, memory_bytes=2**38)

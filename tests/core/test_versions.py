@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from packaging.requirements import Requirement
 
-from zerohvd.tools import versions
+from zerohvd import versions
 
 NAMES = ("torch", "tensorflow", "keras", "horovod")
 
@@ -244,7 +244,7 @@ def test_horovod_tells_what_it_was_built_against(site):
 
 def test_asking_imports_no_framework():
     code = (
-        "import sys; from zerohvd import launchers; from zerohvd.tools import versions\n"
+        "import sys; from zerohvd import launchers; from zerohvd import versions\n"
         "for ask in (versions.require_torch, versions.require_keras):\n"
         "    try: ask()\n"
         "    except ImportError: pass\n"

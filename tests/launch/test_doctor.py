@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from zerohvd import versions
 from zerohvd.launching import LaunchError, find_mpirun, launch, launch_environment
-from zerohvd.tools import versions
 
 ROOT = Path(__file__).parents[2]
 COMMAND = ["-c", "import sys; from zerohvd.tools.cli import main; sys.exit(main())", "doctor"]

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from zerohvd import versions
 from zerohvd.launchers import Launcher
-from zerohvd.tools import versions
 from zerohvd.tools.doctor.machine import Machine, yields_when_idle
 from zerohvd.tools.doctor.probes import Finding, Findings
 from zerohvd.tools.doctor.report import Line, Status
