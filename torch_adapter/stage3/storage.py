@@ -291,10 +291,7 @@ class UnitFlats:
             if placeholder.is_placeholder(param):
                 if self._shown is not None:
                     return index
-            elif (
-                self._shown is None
-                or param.data_ptr() != self._shown.views[index].data_ptr()
-            ):
+            elif self._shown is None or param.data_ptr() != self._shown.views[index].data_ptr():
                 return index
         return None
 

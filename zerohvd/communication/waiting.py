@@ -136,19 +136,38 @@ class Waiting:
             through = self._answer(None, deadline)
 
     def even_out(self) -> None:
-        """Take part in gathers until every rank has gathered every unit equally often."""
+        """Take part in gathers until every rank has gathered every unit equally often.
+
+        From then on no gather that is under way needs this method's help to complete. Shards may
+        change after it: what a rank needs that has left it already is answered by the next wait.
+        """
         c = self._collectives
         if c.size == 1:
             return
         deadline = time.monotonic() + self._timing.limit
         counts = c.from_numpy(np.array([u.gathers for u in self._units], np.int64))
-        self.wait([c.allreduce_start(counts, "max", name=f"{self._prefix}/gathers")])
+        handle = c.allreduce_start(counts, "max", name=f"{self._prefix}/gathers")
+        if not self._wait([handle], None, self._timing.limit, is_last=True):
+            raise DisagreementError(self._complaint(None))
         for unit, gathers in zip(self._units, c.to_numpy(counts).tolist(), strict=True):
             self._take_part(unit, gathers, deadline)
 
     # -- waiting ----------------------------------------------------------------------------------
 
-    def _wait(self, handles: Sequence[Handle], unit: Gatherable | None, limit: float) -> bool:
+    def _wait(
+        self,
+        handles: Sequence[Handle],
+        unit: Gatherable | None,
+        limit: float,
+        *,
+        is_last: bool = False,
+    ) -> bool:
+        """
+        Args:
+            is_last: No rank needs a unit of this step once the handles are done. A question that
+                is complete by then may have been asked by a rank that is in its next step, and an
+                answer would give it this rank's old shard.
+        """
         started = time.monotonic()
         ask = _AskingRule(self._timing, unit is not None and unit.number in self._lonely)
         alone = self._collectives.size == 1
@@ -157,7 +176,9 @@ class Waiting:
             if alone:
                 return
             waited = now - started
-            self._answer_if_complete(unit, ask, waited, started + limit)
+            # In this order: what is complete before the handles are comes from this step.
+            if self._is_complete() and not (is_last and all(h.done() for h in handles)):
+                self._answer_for(unit, ask, waited, started + limit)
             if self._question is None and ask.is_due(waited):
                 self._ask(unit)
                 ask.is_open = True
@@ -167,18 +188,21 @@ class Waiting:
         for handle in handles:
             handle.wait()
         # Others may wait for this rank's part in the answer, whether it has had to poll or not.
-        self._answer_if_complete(unit, ask, limit, started + limit)
+        if self._is_complete() and not is_last:
+            self._answer_for(unit, ask, limit, started + limit)
         if unit is None:
             self._meetings += 1
         else:
             self._complete[unit.number] = unit.gathers
         return True
 
-    def _answer_if_complete(
+    def _is_complete(self) -> bool:
+        return self._question is not None and self._question.handle.done()
+
+    def _answer_for(
         self, unit: Gatherable | None, ask: _AskingRule, waited: float, deadline: float
     ) -> None:
-        if self._question is None or not self._question.handle.done():
-            return
+        """Answer the question, which is complete, in a wait for `unit`."""
         own = ask.is_open
         idle = self._answer(unit if own else None, deadline)
         if own:

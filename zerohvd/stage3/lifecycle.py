@@ -206,7 +206,7 @@ class UnitLifecycle(Generic[U]):
         with self._guard():
             self.waiting.even_out()
         for unit in self.all:
-            unit.unshard_wait(self.waiting)
+            unit.unshard_finish()
             unit.reshard()
 
     # -- values outside of passes -----------------------------------------------------------------

@@ -106,9 +106,7 @@ class ModelPlan:
     def check(self, options: UnitOptions, collectives: Collectives) -> None:
         """Compare the plans of all ranks: ranks with other units would deadlock. Collective."""
         homes = [(u.name, u.params) for u in self.units] + [("(persistent)", self.persistent)]
-        specs = [
-            dataclasses.replace(p.spec, group=unit) for unit, params in homes for p in params
-        ]
+        specs = [dataclasses.replace(p.spec, group=unit) for unit, params in homes for p in params]
         settings = {
             "persist_below": options.persist_below,
             "reshard_after_forward": options.reshard_after_forward,

@@ -144,14 +144,19 @@ class Unit(Generic[M]):
                 waiting.wait(self._handles, self)
                 self._show()
 
-    def take_part(self) -> list[Handle]:
-        """Start one more allgather because another rank needs it."""
-        self.gathers += 1
-        with self._guard():
-            if self.state == GATHERING:  # the others are past it, so it has come
+    def unshard_finish(self) -> None:
+        """Wait for the allgather, if one is under way, which every rank has started."""
+        if self.state == GATHERING:
+            with self._guard():
                 for handle in self._handles:
                     handle.wait()
                 self._show()
+
+    def take_part(self) -> list[Handle]:
+        """Start one more allgather because another rank needs it."""
+        self.gathers += 1
+        self.unshard_finish()  # the others are past it
+        with self._guard():
             return self._gather_start()
 
     def end_part(self) -> None:
