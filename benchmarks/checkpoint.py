@@ -23,8 +23,8 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+from zerohvd.launchers import detect
 from zerohvd.launching import launch
-from zerohvd.tools.launchers import detect
 
 HERE = Path(__file__).resolve().parent
 RESULT = HERE / "results" / "checkpoint.md"

@@ -26,8 +26,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from zerohvd.launchers import detect
 from zerohvd.launching import LaunchResult, launch
-from zerohvd.tools.launchers import detect
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks/results/largest_model.md"

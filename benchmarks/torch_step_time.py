@@ -26,8 +26,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from zerohvd.launchers import detect
 from zerohvd.launching import launch
-from zerohvd.tools.launchers import detect
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"

@@ -306,7 +306,7 @@ def framework_names(tree: ast.Module) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("part", parts(torch="being cut into rooms"))
+@pytest.mark.parametrize("part", parts())
 def test_no_module_reads_private_members_of_other_objects(part):
     found = []
     for path, tree, node in nodes(part):
@@ -319,7 +319,7 @@ def test_no_module_reads_private_members_of_other_objects(part):
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("part", parts(torch="being cut into rooms"))
+@pytest.mark.parametrize("part", parts())
 def test_our_own_marks_on_foreign_objects_are_read_and_written_in_one_file_each(part):
     files: dict[str, set[str]] = {}
     for path, _, node in nodes(part):
@@ -329,7 +329,7 @@ def test_our_own_marks_on_foreign_objects_are_read_and_written_in_one_file_each(
     assert not {mark: sorted(used) for mark, used in files.items() if len(used) > 1}
 
 
-@pytest.mark.parametrize("part", parts(torch="being cut into rooms"))
+@pytest.mark.parametrize("part", parts())
 def test_private_names_of_frameworks_are_in_compat_alone(part):
     found = []
     for path, tree, node in nodes(part):
@@ -351,13 +351,13 @@ def test_private_names_of_frameworks_are_in_compat_alone(part):
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("part", parts(torch="being cut into rooms"))
+@pytest.mark.parametrize("part", parts())
 def test_imports_run_one_way_also_in_functions_and_for_type_checkers(part):
     found = circle(import_graph(PRODUCT[part], typing=True))
     assert not found, f"these modules import each other: {found}"
 
 
-@pytest.mark.parametrize("part", parts(torch="being cut into rooms", core="being extended"))
+@pytest.mark.parametrize("part", parts())
 def test_the_rooms_import_one_way(part):
     """The same for whole folders; a file beside them is a room of its own."""
 
@@ -373,7 +373,7 @@ def test_the_rooms_import_one_way(part):
     assert not found, f"these folders import each other: {found}"
 
 
-@pytest.mark.parametrize("part", parts(torch="being cut into rooms", core="being extended"))
+@pytest.mark.parametrize("part", parts())
 def test_no_folder_has_more_than_a_dozen_entries(part):
     folders = {path.parent for path in PRODUCT[part].values()} - {CORE}
     for folder in folders:
@@ -391,7 +391,7 @@ BANNED = {
 }
 
 
-@pytest.mark.parametrize("part", parts(torch="being deleted", core="being deleted"))
+@pytest.mark.parametrize("part", parts())
 def test_nothing_reaches_below_python(part):
     """No ctypes, no reference counts, no scans of all objects, no looking at the caller's frame."""
     found = []

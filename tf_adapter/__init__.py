@@ -5,8 +5,8 @@ if __name__ != "zerohvd.keras":
 
 import os
 
-from zerohvd.tools.launchers import allow_single_process
-from zerohvd.tools.versions import require_keras
+from zerohvd.launchers import allow_single_process
+from zerohvd.versions import require_keras
 
 require_keras()
 allow_single_process(os.environ)

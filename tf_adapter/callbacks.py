@@ -64,8 +64,7 @@ class MetricAverage(keras.callbacks.Callback):
 class LearningRateWarmup(keras.callbacks.Callback):
     """Raise the learning rate from 1/N of `initial_lr` to `initial_lr`, step by step.
 
-    For N ranks, whose common batch is N times that of one: scale the learning rate by N and start
-    gently.
+    The common batch of N ranks is N times that of one: scale the learning rate by N and warm up.
 
     Args:
         initial_lr: The learning rate to arrive at; that of the optimizer unless given.
@@ -138,7 +137,7 @@ class Checkpoint(keras.callbacks.Callback):
     A path that ends with `.keras` or `.h5` is a file: after an epoch one rank writes it, with the
     optimizer state of all ranks. Any other path is the folder of a `zero.CheckpointManager`: every
     rank writes its own part, and the next `fit` with the same path, at any number of ranks and any
-    stage, goes on where this one stopped, `initial_epoch` included.
+    stage, resumes where this one stopped, `initial_epoch` included.
 
     Args:
         filepath: A file may contain `{epoch}` and names of metrics, as for keras' ModelCheckpoint.
@@ -151,7 +150,7 @@ class Checkpoint(keras.callbacks.Callback):
         every: Folders: save after so many steps instead of after each epoch.
         asynchronous: Folders: write in a thread, while training goes on.
         resume: Folders: load the latest checkpoint when the first `fit` begins. An epoch that was
-            interrupted begins anew.
+            interrupted starts from its beginning.
     """
 
     def __init__(
@@ -194,7 +193,7 @@ class Checkpoint(keras.callbacks.Callback):
         if self.manager is None:
             return
         if self.resume:
-            self.resume = False  # a second fit() goes on with the model as it is
+            self.resume = False  # a second fit() continues with the model as it is
             extra = self.manager.restore(self.model)
             if extra is not None:
                 self._epoch = extra["epoch"]

@@ -13,8 +13,8 @@ if __name__ != "zerohvd.torch":
 
 import os
 
-from zerohvd.tools.launchers import allow_single_process, spare_fusion_buffers
-from zerohvd.tools.versions import require_torch
+from zerohvd.launchers import allow_single_process, spare_fusion_buffers
+from zerohvd.versions import require_torch
 
 require_torch()
 allow_single_process(os.environ)

@@ -95,6 +95,20 @@ def register_state_dict_post_hook(module: nn.Module, hook: Callable[..., None]) 
     return (public or module._register_state_dict_hook)(hook)
 
 
+# The operator behind Tensor.item(), which `deferred_init` answers from values made for it. Without:
+# item() of a deferred tensor fails.
+ITEM = torch.ops.aten._local_scalar_dense.default
+
+
+def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that a sparse tensor consists of.
+
+    The public names refuse one that is not coalesced, as gradients of embeddings are. Without:
+    memory reports leave out what they hold, or coalesce it.
+    """
+    return [tensor._indices(), tensor._values()]
+
+
 # -- GradScaler ----------------------------------------------------------------------------------
 
 # torch.amp.GradScaler.step() asks an optimizer for this attribute. Where it is true the optimizer
@@ -167,6 +181,15 @@ def is_done(handle: int) -> bool:
 
 
 # -- torch.optim -----------------------------------------------------------------------------------
+
+
+def is_horovods(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer comes from hvd.DistributedOptimizer.
+
+    Horovod makes a class on the spot, of the same name as that of the wrapped one:
+    only its attributes tell. Without: gradients would be reduced twice.
+    """
+    return hasattr(optimizer, "_allreduce_delay")
 
 
 def counts_calls(optimizer: torch.optim.Optimizer) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from zerohvd.communication.log import CommunicationReport
 from zerohvd.memory import MemoryReport
+from zerohvd.torch import compat
 from zerohvd.torch.optimizer.zero_optimizer import ZeroOptimizer
 from zerohvd.torch.params.owned import units_of
 
@@ -74,7 +75,7 @@ def _bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
     total = 0
     for tensor in tensors:
         if tensor.is_sparse:
-            total += _bytes([tensor._indices(), tensor._values()], seen)
+            total += _bytes(compat.sparse_parts(tensor), seen)
             continue
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in seen and storage.nbytes():

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from zerohvd.tools import versions
+from zerohvd import versions
 
 # A mpirun that is asked to end needs a moment to end its ranks; after that they are killed.
 _GRACE_SECONDS = 5.0

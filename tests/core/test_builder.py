@@ -518,7 +518,7 @@ def test_an_installed_fitting_and_proved_horovod_is_left_alone(
 ) -> None:
     monkeypatch.setattr("zerohvd.tools.builder.installer.installed_key", lambda: PLAN.key)
     monkeypatch.setattr(
-        "zerohvd.tools.versions.find", lambda module: environment_package(tmp_path, module)
+        "zerohvd.versions.find", lambda module: environment_package(tmp_path, module)
     )
     prove = "zerohvd.tools.builder.installer._prove"
     monkeypatch.setattr(prove, lambda framework: pytest.fail("ran"))
@@ -530,7 +530,7 @@ def test_an_installed_fitting_and_proved_horovod_is_left_alone(
 
 
 def environment_package(folder: Path, module: str) -> object:
-    from zerohvd.tools.versions import Installed
+    from zerohvd.versions import Installed
 
     return Installed(module=module, version="0.28.1", distribution=module, folder=folder)
 

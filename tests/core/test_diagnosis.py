@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from zerohvd.launchers import Launcher
 from zerohvd.launching import LaunchResult
 from zerohvd.tools.doctor import probes, run_check
 from zerohvd.tools.doctor.diagnosis import Evidence, diagnose
@@ -15,8 +16,7 @@ from zerohvd.tools.doctor.machine import Machine
 from zerohvd.tools.doctor.probes import Finding
 from zerohvd.tools.doctor.rank_check import CHECKS, DTYPES, offered, rows
 from zerohvd.tools.doctor.report import Line, Report, Status
-from zerohvd.tools.launchers import Launcher
-from zerohvd.tools.versions import Installed
+from zerohvd.versions import Installed
 
 OPEN_MPI = "/opt/openmpi/lib/libmpi.so.40"
 BIG = Machine(cores=64, usable_cores=64, memory_bytes=2**38)
@@ -81,7 +81,7 @@ def test_where_nothing_is_installed_every_line_says_what_to_do():
     lines = lines_of(seen)
     assert [lines[n].status for n in ("PyTorch", "TensorFlow", "Horovod")] == [Status.FAIL] * 3
     assert lines["Horovod"].fix == "run `zerohvd horovod install`"
-    assert "pip install 'torch>=2.1'" in lines["PyTorch"].fix
+    assert "pip install 'torch>=2.6'" in lines["PyTorch"].fix
 
 
 @pytest.mark.parametrize(("gone", "line"), [("torch", "PyTorch"), ("tensorflow", "TensorFlow")])

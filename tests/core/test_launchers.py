@@ -2,7 +2,7 @@
 
 import pytest
 
-from zerohvd.tools.launchers import (
+from zerohvd.launchers import (
     FUSION_BYTES,
     Launcher,
     allow_single_process,

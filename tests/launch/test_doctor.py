@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from zerohvd import versions
 from zerohvd.launching import LaunchError, find_mpirun, launch, launch_environment
-from zerohvd.tools import versions
 
 ROOT = Path(__file__).parents[2]
 COMMAND = ["-c", "import sys; from zerohvd.tools.cli import main; sys.exit(main())", "doctor"]
@@ -92,7 +92,7 @@ def test_the_table_of_a_bare_environment_names_the_commands(bare):
     done = doctor(python=bare)
     assert done.returncode == 1
     assert "zerohvd horovod install" in done.stdout
-    assert "pip install 'torch>=2.1'" in done.stdout
+    assert "pip install 'torch>=2.6'" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
 
 

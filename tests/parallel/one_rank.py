@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zerohvd.tools.launchers import detect
+from zerohvd.launchers import detect
 
 if __name__ == "__main__":
     rank = detect(os.environ).rank or 0

@@ -65,8 +65,8 @@ class Wire:
     def keep(self, x: Any) -> None:
         """Protect the collective that gives `x` from pruning, on a rank that does not use `x`.
 
-        TensorFlow prunes an operation whose result nobody reads; the other ranks would wait in
-        the collective for ever.
+        TensorFlow prunes an operation whose result nobody reads: a deadlock, as the other ranks
+        wait in the collective.
         """
         if self.size > 1 and not tf.executing_eagerly():
             self._kept.assign(tf.cast(tf.reduce_sum(tf.reshape(x, [-1])[:1]), tf.float32))
@@ -101,7 +101,7 @@ class Wire:
         return self._exchange_and_add(x, lengths, name)
 
     def allreduce(self, x: Any, name: str, op: str = "sum") -> Any:
-        """`x` combined over the ranks; 16-bit floats are added, and come back, in float32."""
+        """`x` combined over the ranks; 16-bit floats are added and returned in float32."""
         if x.dtype in arrays.NARROW:
             # A reducescatter and an allgather, which is what an allreduce moves.
             flat = arrays.flatten(x)

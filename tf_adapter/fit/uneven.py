@@ -56,7 +56,7 @@ def run(step: str, original: Callable[..., Any], model: Any, *args: Any, **kwarg
     given = inspect.signature(original).bind_partial(model, *args, **kwargs).arguments
     optimizer = optimizer_of(model)
     usual = usual_count(given.get("x")) if optimizer is not None else None
-    # In the first step ranks compare it anyway; later those that count would wait for ever.
+    # In the first step ranks compare it anyway; later, ranks with and without counts deadlock.
     if step == "train_step" and optimizer is not None and optimizer.step is not None:
         entry.meet(optimizer.step, Call.FIT if usual is None else Call.FIT_COUNTED)
     if usual is None:

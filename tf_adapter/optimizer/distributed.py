@@ -22,7 +22,7 @@ from zerohvd.keras.optimizer import averages, partition, state, weighting
 from zerohvd.keras.optimizer.step import ShardedStep
 from zerohvd.keras.params import broadcasting, layouts
 from zerohvd.keras.params.pieces import PieceVariable, owned_pieces, tf_variable
-from zerohvd.tools.launchers import check_ranks
+from zerohvd.launchers import check_ranks
 
 # What belongs to the inner optimizer, and is read and set there.
 _DELEGATED = (

@@ -53,10 +53,10 @@ def meet(step: ShardedStep, call: Call) -> None:
 
 
 def _first_operation(step: ShardedStep) -> str:
-    """The name of that which every step begins with, unless the first bucket is a sparse table."""
+    """The name of every step's first collective, unless the first bucket is a sparse table."""
     wire, bucket = step.wire, step.layout.buckets[0]
-    if step.local_sums and step.weighted:
-        return "HorovodAllreduce" if step.eager else step.weight_name
+    if step.reducer.local_sums and step.reducer.weighted:
+        return "HorovodAllreduce" if step.eager else step.reducer.weight_name
     lengths = {span.length for span in bucket.spans()}
     narrow = tf.as_dtype(step.config.reduce_dtype or bucket.dtype).size == 2
     whole = step.layout.size == 1
@@ -74,7 +74,7 @@ def _first_operation(step: ShardedStep) -> str:
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Training inside it says what it means when another rank is at `meet`."""
+    """Turn Horovod's error into ours, where this rank trains while another one is at `meet`."""
     try:
         yield
     except Exception as error:

@@ -192,18 +192,7 @@ class ShardedStep(ShardedVariables):
         graph = tf.compat.v1.get_default_graph()
         return [t for t in self._heads if getattr(t, "graph", None) is graph]
 
-    # -- what others read -------------------------------------------------------------------------
-
     @property
     def local_sums(self) -> list[tf.Variable]:
         """Gradients that stages 0 and 1 accumulate on each rank, one per variable."""
         return self.reducer.local_sums
-
-    @property
-    def weighted(self) -> bool:
-        """Whether the last step that was called or traced had a weight."""
-        return self.reducer.weighted
-
-    @property
-    def weight_name(self) -> str:
-        return self.reducer.weight_name

@@ -11,7 +11,7 @@ import torch
 from horovod.torch import mpi_ops
 
 from zerohvd.communication.collectives import Done, Handle, HorovodCollectives, SingleProcess
-from zerohvd.tools.launchers import check_ranks
+from zerohvd.launchers import check_ranks
 from zerohvd.torch import compat
 from zerohvd.torch.communication import arrays
 

@@ -14,7 +14,7 @@ from zerohvd.numerics import DivideFactors
 from zerohvd.torch.communication import arrays
 from zerohvd.torch.communication.collectives import Exchange, LocalCollectives, TorchCollectives
 from zerohvd.torch.gradients.shard_buffers import ShardBuffers
-from zerohvd.torch.params.buffers import zero_padding
+from zerohvd.torch.params.buffers import view_in, zero_padding
 
 # A bucket of the user's travels in this many parts, each a bucket of the layout. Of these, two may
 # be on their way while one is filled: full gradients of less than two buckets. Smaller parts cost
@@ -292,10 +292,7 @@ class GradReducer:
     def _view_of(self, index: int) -> torch.Tensor:
         """The parameter's gradient inside the flat buffers of stages 0 and 1."""
         b, slot = self._layout.slots_of[index][0]
-        param, flat = self._params[index], self._flat(b)
-        offset = flat.storage_offset() + slot.start
-        whole = flat.new_empty(0).set_(flat.untyped_storage(), offset, (param.numel(),))
-        return whole.view(param.shape)
+        return view_in(self._flat(b), slot.start, self._params[index].shape)
 
     def _keep_shard_in(self, b: int, bucket: Bucket, source: torch.Tensor) -> None:
         if source.dtype == self._shard_dtypes[b]:

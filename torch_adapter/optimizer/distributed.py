@@ -11,6 +11,7 @@ import torch
 
 from zerohvd.communication.rounds import check_passes
 from zerohvd.config import ZeroConfig
+from zerohvd.torch import compat
 from zerohvd.torch.communication.collectives import join
 from zerohvd.torch.communication.compression import Compression, wire_dtype
 from zerohvd.torch.optimizer.offload import Offload
@@ -71,7 +72,7 @@ def DistributedOptimizer(
         raise ValueError("the optimizer is sharded already: wrap the plain one, once")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer)}")
-    if hasattr(optimizer, "_allreduce_delay"):
+    if compat.is_horovods(optimizer):
         raise ValueError(
             "the optimizer comes from hvd.DistributedOptimizer: give the plain torch optimizer"
         )

@@ -6,18 +6,35 @@ import copy
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
+from zerohvd.config import ZeroConfig
 from zerohvd.layout import Bucket, Span
 from zerohvd.torch.communication import arrays
-
-if TYPE_CHECKING:
-    from zerohvd.torch.gradients.section import Section
-    from zerohvd.torch.optimizer.zero_optimizer import ZeroOptimizer
+from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
+from zerohvd.torch.gradients.section import Section
+from zerohvd.torch.params.owned import NamedParam
 
 State = dict[str, Any]
+
+
+class Sharded(Protocol):
+    """A sharded optimizer, as far as its state is concerned; see ZeroOptimizer."""
+
+    inner: torch.optim.Optimizer
+    config: ZeroConfig
+    collectives: TorchCollectives | LocalCollectives
+    groups: list[list[torch.nn.Parameter]]
+    named: dict[torch.nn.Parameter, NamedParam]
+    unsharded: dict[torch.nn.Parameter, State]
+    prefix: str
+
+    @property
+    def sections(self) -> Sequence[Section]: ...
+
+    def sharded_params(self) -> set[torch.nn.Parameter]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +48,7 @@ class PieceState:
 # -- from whole to sharded ---------------------------------------------------------------------
 
 
-def detach_state(inner: torch.optim.Optimizer) -> dict[torch.nn.Parameter, State]:
+def detach_state(inner: torch.optim.Optimizer) -> dict[Any, State]:
     """Take the state out of an optimizer that is about to be sharded."""
     held = {p: dict(values) for p, values in inner.state.items()}
     inner.state.clear()
@@ -66,7 +83,7 @@ def _cut(key: str, value: Any, piece: PieceState, param: torch.nn.Parameter) -> 
     return part.clone()
 
 
-def load(opt: ZeroOptimizer, state_dict: Mapping[str, Any]) -> None:
+def load(opt: Sharded, state_dict: Mapping[str, Any]) -> None:
     """Load the whole state into the shards of this rank; changes nothing if it does not fit."""
     groups = state_dict["param_groups"]
     _check_groups(opt, groups)
@@ -86,10 +103,10 @@ def load(opt: ZeroOptimizer, state_dict: Mapping[str, Any]) -> None:
     opt.inner.__setstate__({"state": opt.inner.state, "param_groups": opt.inner.param_groups})
 
 
-def distribute(opt: ZeroOptimizer, states: Mapping[torch.nn.Parameter, State]) -> None:
+def distribute(opt: Sharded, states: Mapping[torch.nn.Parameter, State]) -> None:
     """Give this rank's pieces their parts of whole states; keep what belongs to no piece yet."""
     pieces = _pieces_by_param(opt)
-    sharded = {p for section in opt.sections for p in section.params}
+    sharded = opt.sharded_params()
     for param, values in states.items():
         if param in sharded:
             shard_into(opt.inner, pieces.get(param, ()), values, param)
@@ -97,7 +114,7 @@ def distribute(opt: ZeroOptimizer, states: Mapping[torch.nn.Parameter, State]) -
             opt.unsharded[param] = copy.deepcopy(dict(values))
 
 
-def _pieces_by_param(opt: ZeroOptimizer) -> dict[torch.nn.Parameter, list[PieceState]]:
+def _pieces_by_param(opt: Sharded) -> dict[torch.nn.Parameter, list[PieceState]]:
     found: dict[torch.nn.Parameter, list[PieceState]] = {}
     for section in opt.sections:
         for owned in section.owned:
@@ -107,7 +124,7 @@ def _pieces_by_param(opt: ZeroOptimizer) -> dict[torch.nn.Parameter, list[PieceS
     return found
 
 
-def _check_groups(opt: ZeroOptimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+def _check_groups(opt: Sharded, groups: Sequence[Mapping[str, Any]]) -> None:
     ours = [len(g) for g in opt.groups]
     theirs = [len(g["params"]) for g in groups]
     if ours != theirs:
@@ -117,7 +134,7 @@ def _check_groups(opt: ZeroOptimizer, groups: Sequence[Mapping[str, Any]]) -> No
         )
 
 
-def _check_values(opt: ZeroOptimizer, param: torch.nn.Parameter, values: State) -> None:
+def _check_values(opt: Sharded, param: torch.nn.Parameter, values: State) -> None:
     whole = opt.config.partition == "parameter" or opt.config.stage == 0
     for key, value in values.items():
         if not isinstance(value, torch.Tensor) or value.dim() == 0 or whole:
@@ -134,7 +151,7 @@ def _check_values(opt: ZeroOptimizer, param: torch.nn.Parameter, values: State) 
 # -- from sharded to whole ---------------------------------------------------------------------
 
 
-def consolidate(opt: ZeroOptimizer, to: int | None) -> dict[str, Any]:
+def consolidate(opt: Sharded, to: int | None) -> dict[str, Any]:
     """The plain optimizer's state_dict, collected bucket by bucket on rank `to`, or everywhere."""
     size = opt.collectives.size
     if to is not None and not 0 <= to < size:
@@ -156,9 +173,9 @@ def consolidate(opt: ZeroOptimizer, to: int | None) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-def _collect(opt: ZeroOptimizer, section: Section, to: int | None) -> dict[int, State]:
+def _collect(opt: Sharded, section: Section, to: int | None) -> dict[int, State]:
     """Per parameter index: its whole state."""
-    everyone = [_describe(opt, section)]
+    everyone: list[Any] = [_describe(opt, section)]
     if section.layout.size > 1:
         everyone = opt.collectives.allgather_object(everyone[0], name=f"{opt.prefix}/state/keys")
     for one in everyone:
@@ -184,7 +201,7 @@ def _collect(opt: ZeroOptimizer, section: Section, to: int | None) -> dict[int, 
     return {i: {k: v[k] for k in order[i] if k in v} for i, v in collected.items()}
 
 
-def _describe(opt: ZeroOptimizer, section: Section) -> dict[str, dict[str, list[Any]]] | str:
+def _describe(opt: Sharded, section: Section) -> dict[str, dict[str, list[Any]]] | str:
     """What this rank holds, as JSON can say it: parameter -> key -> [kind, value, dtype].
 
     A string says what cannot be said, for all ranks to raise.
@@ -229,7 +246,7 @@ class _Gather:
 
     def __init__(
         self,
-        opt: ZeroOptimizer,
+        opt: Sharded,
         section: Section,
         to: int | None,
         known: dict[int, dict[str, list[Any]]],

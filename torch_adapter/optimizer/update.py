@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from zerohvd.communication.collectives import Handle
 from zerohvd.torch import compat
-from zerohvd.torch.communication.collectives import Handle
 from zerohvd.torch.gradients.section import Section
 from zerohvd.torch.optimizer.offload import Offload
 from zerohvd.torch.optimizer.partition import is_elementwise

@@ -106,7 +106,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     # -- being a torch optimizer -------------------------------------------------------------
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The inner optimizer's groups: its options, and this rank's pieces as params."""
         return self.inner.param_groups
 
@@ -116,7 +116,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise AttributeError("param_groups cannot be replaced; use add_param_group()")
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The inner optimizer's state of this rank's pieces."""
         return self.inner.state
 
@@ -312,7 +312,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.gradients.rounds.passes = check_passes(passes)
 
     @torch.no_grad()
-    def step(  # type: ignore[override]
+    def step(
         self, closure: Callable[[], Any] | None = None, *, weight: float | None = None
     ) -> Any:
         """Reduce what is left to reduce, update this rank's shard, and share the new parameters.
@@ -428,7 +428,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     # -- state -----------------------------------------------------------------------------------
 
-    def state_dict(self, *, to: int | None = None) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self, *, to: int | None = None) -> dict[str, Any]:
         """The state of the plain optimizer, whole, on the CPU; all ranks must call it.
 
         Args:

@@ -104,7 +104,7 @@ def _broadcast(model: torch.nn.Module, opt: ZeroOptimizer) -> None:
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, torch.Tensor):
             continue
-        if tensor in sharded or placeholder.is_hidden(tensor):
+        if tensor in sharded or placeholder.is_placeholder(tensor):
             continue
         if tensor.numel():
             contiguous = tensor.detach().contiguous()

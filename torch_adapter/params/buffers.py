@@ -82,7 +82,20 @@ def zero_padding(flat: torch.Tensor, bucket: Bucket) -> None:
         flat[stop:].zero_()
 
 
-def piece_view(shard: torch.Tensor, bucket: Bucket, rank: int, piece: Piece, shape: torch.Size):
+def view_in(flat: torch.Tensor, start: int, shape: torch.Size) -> torch.Tensor:
+    """Return a tensor of `shape` that begins at element `start` of `flat` and may end behind it.
+
+    A chunked parameter lies in several buckets, side by side in one storage. It is no view in the
+    sense of autograd: writes into the buffer must not count as writes into the parameter.
+    """
+    offset = int(flat.storage_offset()) + start
+    whole = flat.new_empty(0).set_(flat.untyped_storage(), offset, (shape.numel(),), (1,))
+    return whole.view(shape)
+
+
+def piece_view(
+    shard: torch.Tensor, bucket: Bucket, rank: int, piece: Piece, shape: torch.Size
+) -> torch.Tensor:
     """The view of `piece` in this rank's shard of its bucket.
 
     It has the parameter's shape where the parameter is whole, so that optimizers which look at

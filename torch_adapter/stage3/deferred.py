@@ -25,7 +25,7 @@ REAL_BELOW = 4096
 _aten = torch.ops.aten
 _EMPTY = (_aten.empty.memory_format, _aten.empty_strided.default)
 _READS_VALUES = (
-    _aten._local_scalar_dense.default,
+    compat.ITEM,
     _aten.equal.default,
     _aten.is_nonzero.default,
 )
@@ -89,7 +89,7 @@ class Tape:
         """
         made: dict[torch.UntypedStorage, _Place] = {}
         if into is not None and _fills_its_memory(tensor):
-            start = into.storage_offset() * into.element_size()
+            start = int(into.storage_offset()) * into.element_size()
             made[_memory(tensor)] = _Place(into.untyped_storage(), start)
         with torch.no_grad():
             for number in self._needed(_memory(tensor)):
@@ -248,9 +248,8 @@ class _Disguise(TorchFunctionMode):
 
 
 _TOLD = {
-    torch.Tensor.is_meta.__get__: False,
-    torch.Tensor.is_cpu.__get__: True,
-    torch.Tensor.device.__get__: torch.device("cpu"),
+    getattr(torch.Tensor, attribute).__get__: told
+    for attribute, told in {"is_meta": False, "is_cpu": True, "device": torch.device("cpu")}.items()
 }
 
 

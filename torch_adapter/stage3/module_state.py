@@ -69,7 +69,7 @@ class ModuleState:
         resized = {m.storage for part in parts for m in part.memories}
         wanted: dict[nn.Parameter, list[str]] = {}
         for key, value in state.items():
-            if isinstance(value, placeholder.HiddenTensor):
+            if isinstance(value, placeholder.PlaceholderTensor):
                 wanted.setdefault(placeholder.parameter_of(value), []).append(key)
             elif isinstance(value, nn.Parameter) or not isinstance(value, torch.Tensor):
                 continue

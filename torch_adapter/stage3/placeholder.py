@@ -14,6 +14,8 @@ import torch
 from zerohvd.errors import ShardedStateError
 from zerohvd.torch.compat import without_torch_function
 
+_NAME, _PARAM = "_zerohvd_name", "_zerohvd_param"
+
 # Attributes and functions that need no values.
 _ATTRIBUTES = {
     "shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "grad_fn", "layout", "ndim",
@@ -47,7 +49,7 @@ def _accessors(names: Iterable[str], *kinds: str) -> set[Any]:
 _FREE = _accessors(_ATTRIBUTES, "__get__") | _accessors(_SETTABLE, "__set__", "__delete__")
 
 
-class _Hidden:
+class _Placeholder:
     """Lets through what needs no values."""
 
     @classmethod
@@ -66,12 +68,12 @@ class _Hidden:
         raise _refusal(self, "pickling")
 
 
-class HiddenParameter(_Hidden, torch.nn.Parameter):
-    """A parameter without values; never made, only turned into by `hide`."""
+class PlaceholderParameter(_Placeholder, torch.nn.Parameter):
+    """A parameter without values; never constructed, only turned into by `hide`."""
 
 
-class HiddenTensor(_Hidden, torch.Tensor):
-    """What `detach()` and `.data` give of a HiddenParameter."""
+class PlaceholderTensor(_Placeholder, torch.Tensor):
+    """What `detach()` and `.data` give of a PlaceholderParameter."""
 
 
 def _call_without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -92,8 +94,8 @@ def _call_without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         return _describe(args[0])
     if name in ("to", "cpu") and _goes_nowhere(args, kwargs):
         return args[0]
-    hidden = _first_hidden((*args, *kwargs.values()))
-    raise _refusal(hidden, f".{attribute}" if attribute else f"{name}()")
+    placeholder = _first_placeholder((*args, *kwargs.values()))
+    raise _refusal(placeholder, f".{attribute}" if attribute else f"{name}()")
 
 
 def _goes_nowhere(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -110,33 +112,33 @@ def _goes_nowhere(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return not kwargs.get("copy", False)
 
 
-def _detached(hidden: torch.Tensor) -> HiddenTensor:
+def _detached(placeholder: torch.Tensor) -> PlaceholderTensor:
     with without_torch_function():
-        view = torch.Tensor.detach(hidden).as_subclass(HiddenTensor)
-    view._zerohvd_name = hidden._zerohvd_name
-    view._zerohvd_param = getattr(hidden, "_zerohvd_param", hidden)
+        view = torch.Tensor.detach(placeholder).as_subclass(PlaceholderTensor)
+    setattr(view, _NAME, getattr(placeholder, _NAME))
+    setattr(view, _PARAM, getattr(placeholder, _PARAM, placeholder))
     return view
 
 
-def _first_hidden(values: Any) -> Any:
+def _first_placeholder(values: Any) -> Any:
     for value in values:
-        if isinstance(value, _Hidden):
+        if isinstance(value, _Placeholder):
             return value
         if isinstance(value, (list, tuple)):
-            found = _first_hidden(value)
+            found = _first_placeholder(value)
             if found is not None:
                 return found
     return None
 
 
-def _describe(hidden: Any) -> str:
+def _describe(placeholder: Any) -> str:
     with without_torch_function():
-        shape, dtype = tuple(hidden.shape), hidden.dtype
-    return f"Parameter {hidden._zerohvd_name!r} {shape} of {dtype}, sharded over the ranks"
+        shape, dtype = tuple(placeholder.shape), placeholder.dtype
+    return f"Parameter {getattr(placeholder, _NAME)!r} {shape} of {dtype}, sharded over the ranks"
 
 
-def _refusal(hidden: Any, what: str) -> ShardedStateError:
-    name = "?" if hidden is None else hidden._zerohvd_name
+def _refusal(placeholder: Any, what: str) -> ShardedStateError:
+    name = getattr(placeholder, _NAME, "?")
     return ShardedStateError(
         f"{what} needs the values of parameter {name!r}, which is sharded over the ranks: no rank "
         "holds it whole now. Run the module that uses it, or read and write it, on every rank, "
@@ -145,18 +147,18 @@ def _refusal(hidden: Any, what: str) -> ShardedStateError:
     )
 
 
-def is_hidden(tensor: Any) -> bool:
-    return isinstance(tensor, _Hidden)
+def is_placeholder(tensor: Any) -> bool:
+    return isinstance(tensor, _Placeholder)
 
 
 def parameter_of(tensor: Any) -> torch.nn.Parameter:
     """The parameter behind what `detach()` gave."""
-    param: torch.nn.Parameter = getattr(tensor, "_zerohvd_param", tensor)
+    param: torch.nn.Parameter = getattr(tensor, _PARAM, tensor)
     return param
 
 
-def stand_in(param: torch.Tensor) -> torch.Tensor:
-    """The parameter's shape without its memory. Should its values ever be used, they are NaN."""
+def data_for(param: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the parameter's shape without its memory; its values are NaN."""
     with without_torch_function():
         return torch.full((), float("nan"), dtype=param.dtype, device=param.device).expand(
             param.shape
@@ -164,14 +166,14 @@ def stand_in(param: torch.Tensor) -> torch.Tensor:
 
 
 def hide(param: torch.nn.Parameter, data: torch.Tensor, name: str) -> None:
-    """Take the values away; `data` is a stand-in."""
+    """Turn a parameter into a placeholder, with `data` of `data_for`."""
     with without_torch_function():
         param.data = data
-    param._zerohvd_name = name
-    param.__class__ = HiddenParameter
+    setattr(param, _NAME, name)
+    param.__class__ = PlaceholderParameter
 
 
 def show(param: torch.nn.Parameter, data: torch.Tensor) -> None:
-    """Give the values back: a plain parameter again."""
+    """Turn a placeholder into a plain parameter again, with these values."""
     param.__class__ = torch.nn.Parameter
     param.data = data

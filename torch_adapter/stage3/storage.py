@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 import torch
 
+from zerohvd.communication.collectives import Handle
 from zerohvd.errors import DisagreementError
 from zerohvd.layout import Layout
 from zerohvd.torch.communication import arrays
-from zerohvd.torch.communication.collectives import Handle, LocalCollectives, TorchCollectives
+from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
+from zerohvd.torch.params.buffers import view_in
 from zerohvd.torch.params.owned import set_units
 from zerohvd.torch.stage3 import placeholder
 from zerohvd.torch.stage3.deferred import embody
@@ -109,7 +111,7 @@ class UnitFlats:
         self.flats = self._own.flats
         self._shown: _Whole | None = None  # where the parameters lie now; None: sharded
         self._pinned = False  # the own memory must stay though other memory is shown
-        self._placeholders = {i: placeholder.stand_in(v) for i, v in self._own.views.items()}
+        self._placeholders = {i: placeholder.data_for(v) for i, v in self._own.views.items()}
         self._fill(fill)
         self.shards = self._share()
         for index, param in self._members:
@@ -123,17 +125,14 @@ class UnitFlats:
         flats = [torch.empty(0)] * len(self.layout.buckets)
         for group, storage in zip(self._groups, storages, strict=True):
             like = torch.empty(0, dtype=group.dtype, device=group.device)
-            whole = like.set_(storage, 0, (sum(group.lengths),))
+            whole = like.set_(storage, 0, (sum(group.lengths),), (1,))
             for b, flat in zip(group.buckets, whole.split(group.lengths), strict=True):
                 flats[b] = flat
         return _Whole(flats, {i: self._view(flats, i, p.shape) for i, p in self._members})
 
     def _view(self, flats: Sequence[torch.Tensor], index: int, shape: torch.Size) -> torch.Tensor:
         b, slot = self.layout.slots_of[index][0]
-        flat = flats[b]
-        offset = flat.storage_offset() + slot.start
-        whole = flat.new_empty(0).set_(flat.untyped_storage(), offset, (shape.numel(),))
-        return whole.view(shape)
+        return view_in(flats[b], slot.start, shape)
 
     def _part(self, flats: Sequence[torch.Tensor], b: int) -> torch.Tensor:
         """Return this rank's part of a gathered bucket."""
@@ -289,7 +288,7 @@ class UnitFlats:
     def moved(self) -> int | None:
         """Return the index of the first parameter that has been given other memory."""
         for index, param in self._members:
-            if placeholder.is_hidden(param):
+            if placeholder.is_placeholder(param):
                 if self._shown is not None:
                     return index
             elif (

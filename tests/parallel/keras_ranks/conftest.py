@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from zerohvd.keras.optimizer import weighting
-from zerohvd.tools.launchers import detect
+from zerohvd.launchers import detect
 
 # Registered at the start: with HOROVOD_DYNAMIC_PROCESS_SETS=1 Horovod's background thread holds a
 # lock while it waits for the other ranks, and some kernels then let a rank's own calls starve.

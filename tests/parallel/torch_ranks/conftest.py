@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from zerohvd.communication import weighting
-from zerohvd.tools.launchers import detect
+from zerohvd.launchers import detect
 
 torch.set_num_threads(1)
 # Registered at the start: with HOROVOD_DYNAMIC_PROCESS_SETS=1 Horovod's background thread holds a

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from zerohvd.tools import versions
+from zerohvd import versions
 from zerohvd.tools.builder.errors import BuilderError
 
 _OLDEST_CMAKE = Version("3.13")

@@ -9,8 +9,8 @@ from functools import partial
 
 from rich.console import Console
 
+from zerohvd import versions
 from zerohvd.launching import LaunchError, LaunchResult, launch
-from zerohvd.tools import versions
 from zerohvd.tools.builder.build import BUILD_STEPS, RECORD, build_wheel, pip
 from zerohvd.tools.builder.cache import Cache
 from zerohvd.tools.builder.environment import Framework

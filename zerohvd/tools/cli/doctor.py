@@ -15,8 +15,8 @@ from typing import Any
 
 from rich.console import Console
 
+from zerohvd import launchers, versions
 from zerohvd.launching import LaunchError, find_mpirun
-from zerohvd.tools import launchers, versions
 from zerohvd.tools.doctor import machine, probes, run_check
 from zerohvd.tools.doctor.diagnosis import Evidence, diagnose
 from zerohvd.tools.doctor.report import Grid, Line, Report, Status

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zerohvd.tools import versions
+from zerohvd import versions
+from zerohvd.launchers import Launcher
 from zerohvd.tools.doctor.machine import Machine, yields_when_idle
 from zerohvd.tools.doctor.probes import Finding, Findings
 from zerohvd.tools.doctor.report import Line, Status
-from zerohvd.tools.launchers import Launcher
 
 YIELD = "OMPI_MCA_mpi_yield_when_idle=1"
 _TITLES = {"mpi": "MPI", "gloo": "Gloo", "nccl": "NCCL", "cuda": "CUDA", "rocm": "ROCm"}

@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from zerohvd.communication.collectives import Collectives, HorovodCollectives, shares
+from zerohvd.launchers import detect
 from zerohvd.tools.adapters import load_adapter
-from zerohvd.tools.launchers import detect
 
 Values = npt.NDArray[np.float64]
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8")

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zerohvd import versions
 from zerohvd.launching import LaunchError, LaunchResult, launch
-from zerohvd.tools import versions
 from zerohvd.tools.doctor.rank_check import CHECKS, DTYPES, offered
 from zerohvd.tools.doctor.report import Cell, Grid, Line, Status
 

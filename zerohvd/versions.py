@@ -21,6 +21,8 @@ from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
+# The floors are the versions of requirements/oldest.txt, with which `make test-oldest` runs the
+# suites; docs/versions.md says how they were found.
 PYTHON_MINIMUM = (3, 10)
 INSTALL_HOROVOD = "zerohvd horovod install"
 REINSTALL_HOROVOD = "zerohvd horovod install --force"
@@ -53,9 +55,9 @@ class Supported:
 HOROVOD = Supported(
     "Horovod", "horovod", "0.27", INSTALL_HOROVOD, because="the first with reducescatter"
 )
-TORCH = Supported("PyTorch", "torch", "2.1", "pip install 'torch>=2.1'")
+TORCH = Supported("PyTorch", "torch", "2.6", "pip install 'torch>=2.6'")
 TENSORFLOW = Supported("TensorFlow", "tensorflow", "2.16", "pip install 'tensorflow>=2.16'")
-KERAS = Supported("Keras", "keras", "3.0", "pip install 'keras>=3'")
+KERAS = Supported("Keras", "keras", "3.7", "pip install 'keras>=3.7'")
 
 
 @dataclass(frozen=True)
