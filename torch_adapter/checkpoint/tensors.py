@@ -70,7 +70,7 @@ class TorchStaging:
         self, memory: torch.Tensor, stored: str, factor: float | None
     ) -> memoryview | Callable[[int, memoryview], None]:
         if arrays.dtype_name(memory) == stored and factor is None:
-            return memoryview(raw(memory))
+            return raw(memory).data
         dtype = arrays.dtype_of(stored)
 
         def take(start: int, block: memoryview) -> None:
