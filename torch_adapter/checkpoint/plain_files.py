@@ -18,7 +18,6 @@ from zerohvd.torch.checkpoint.tensors import from_array, raw
 from zerohvd.torch.communication import arrays
 
 _ALIGNMENT = 64  # more than any dtype needs
-_NO_BYTES = np.empty(0, np.uint8)
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 # Where training scripts put the model's weights in a larger dict.
 _INSIDE = ("state_dict", "model_state_dict", "model")
@@ -57,23 +56,22 @@ def write_state_dict(path: Path, tensors: Mapping[str, TensorInfo], blocks: Bloc
     torch.save takes whole tensors, so these are views of a temporary file beside `path`, as large
     as the model: the pages of its mapping can leave memory at any time.
     """
-    numbers = {info.key: info for info in tensors.values()}
+    distinct = {info.key: info for info in tensors.values()}
     with tempfile.TemporaryFile(dir=path.parent) as scratch:
         at: dict[str, int] = {}
-        for info in numbers.values():
+        for info in distinct.values():
             scratch.write(bytes(-scratch.tell() % _ALIGNMENT))
             at[info.key] = scratch.tell()
             for block in blocks(info):
                 scratch.write(block)
         scratch.flush()
-        stored = {
-            key: _mapped(scratch, info, at[key]) if info.nbytes else from_array(info, _NO_BYTES)
-            for key, info in numbers.items()
-        }
+        stored = {key: _mapped(scratch, info, at[key]) for key, info in distinct.items()}
         torch.save({name: stored[info.key] for name, info in tensors.items()}, path)
 
 
 def _mapped(file: Any, info: TensorInfo, offset: int) -> torch.Tensor:
+    if not info.nbytes:
+        return from_array(info, np.empty(0, np.uint8))  # nothing to map
     # Copy-on-write, because torch warns of memory that it must not write.
     return from_array(info, np.memmap(file, np.uint8, "c", offset, info.nbytes))
 
