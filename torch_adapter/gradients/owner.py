@@ -216,6 +216,7 @@ class Gradients:
             self._reduced.divide_by_weights(self.weight)
         for section in self.sections:
             section.set_piece_grads(section.buckets)
+            section.reducer.show_to_user()
         self.sentinel.grad = torch.zeros(1)
 
     def norm(self, p: float) -> float:
