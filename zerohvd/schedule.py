@@ -7,7 +7,7 @@ while another waited for bucket 4 would hang with it as soon as buffers are limi
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from zerohvd.layout import Layout
 
@@ -65,3 +65,21 @@ class Schedule:
         """The buckets that have not gone out in this round, in order; the round is over then."""
         first, self._next = self._next, len(self._members)
         return range(first, self._next)
+
+
+def cut_waves(layouts: Sequence[Layout], count: int) -> list[list[tuple[int, range]]]:
+    """Cut all buckets, in the order in which they are sent, into `count` waves of about equal
+    bytes: lists of (index of the layout, its buckets)."""
+    goal = sum(bucket.nbytes for layout in layouts for bucket in layout.buckets) / count
+    waves: list[list[tuple[int, range]]] = [[]]
+    filled = 0
+    for index, layout in enumerate(layouts):
+        first = 0
+        for b, bucket in enumerate(layout.buckets):
+            filled += bucket.nbytes
+            if filled >= goal and len(waves) < count:
+                waves[-1].append((index, range(first, b + 1)))
+                waves.append([])
+                first, filled = b + 1, 0
+        waves[-1].append((index, range(first, len(layout.buckets))))
+    return waves
