@@ -173,12 +173,8 @@ def check_scalars(optimizer: Any, stored: Mapping[str, Array]) -> None:
 
 
 def _check_has(optimizer: Any, wanted: set[str], stored: Mapping[str, Array]) -> None:
-    missing = sorted(wanted - set(stored) - {_LEARNING_RATE})
-    if missing:
-        raise ShardedStateError(
-            f"the stored optimizer state lacks {missing[:3]} (of {len(missing)} missing): it was "
-            f"saved by another kind of optimizer than {type(optimizer.inner_optimizer).__name__}"
-        )
+    inner = type(optimizer.inner_optimizer).__name__
+    core.check_complete(wanted - {_LEARNING_RATE}, stored, inner)
 
 
 def load_scalars(optimizer: Any, stored: Mapping[str, Array]) -> None:

@@ -11,7 +11,7 @@ What an optimizer keeps for a piece under a key is of one of four kinds:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from zerohvd.communication.collectives import Collectives
@@ -85,6 +85,16 @@ def check_destination(to: int | None, size: int) -> None:
     """Raise ValueError unless `to` is a rank, or None for all ranks."""
     if to is not None and not 0 <= to < size:
         raise ValueError(f"to must be a rank in [0, {size}) or None, got {to!r}")
+
+
+def check_complete(wanted: Collection[str], stored: Collection[str], optimizer: str) -> None:
+    """Raise ShardedStateError if a stored state lacks what the class `optimizer` keeps."""
+    missing = sorted(set(wanted) - set(stored))
+    if missing:
+        raise ShardedStateError(
+            f"the stored optimizer state lacks {missing[:3]} (of {len(missing)} missing): it was "
+            f"saved by another kind of optimizer than {optimizer}"
+        )
 
 
 def check_joinable(value: PieceValue, spec: ParamSpec) -> None:
