@@ -7,7 +7,7 @@ tensor that the next allgather sends. Only 16-bit variables keep a wider master.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -15,7 +15,7 @@ import tensorflow as tf
 from zerohvd.config import ZeroConfig
 from zerohvd.keras.compat import variable_key
 from zerohvd.keras.params import buffers
-from zerohvd.layout import Layout, ParamSpec, Piece, Span
+from zerohvd.layout import Layout, ParamSpec, Piece
 from zerohvd.numerics import master_dtype
 
 # An update allocates up to eight tensors of the size of what it updates. A rank's shard is updated
@@ -156,8 +156,9 @@ def owned_pieces(
     shared = layout.size > 1
     owned: list[Piece] = list(layout.pieces(rank if shared else 0))
     if shared and layout.partition == "flat":
-        most = max(_LEAST_PART_BYTES, config.bucket_bytes // _PARTS)
-        owned = [part for piece in owned for part in _parts(piece, most)]
+        # In float32. They start at multiples of 64 bytes, where TensorFlow slices without a copy.
+        length = max(_LEAST_PART_BYTES, config.bucket_bytes // _PARTS) // 64 * 16
+        owned = [part for piece in owned for part in piece.parts(length)]
     found: list[PieceVariable] = []
     chunks: dict[int, int] = {}
     for piece in owned:
@@ -169,17 +170,3 @@ def owned_pieces(
         if dtype != spec.dtype:
             found[-1].make_master()
     return found
-
-
-def _parts(piece: Piece, most: int) -> Iterator[Piece]:
-    """The piece in parts of at most `most` bytes of float32.
-
-    They start at multiples of 64 bytes, where TensorFlow slices without a copy.
-    """
-    length = most // 64 * 16
-    for start in range(0, piece.param_span.length, length):
-        part = Span(start, min(start + length, piece.param_span.length))
-        yield piece._replace(
-            param_span=part.shift(piece.param_span.start),
-            bucket_span=part.shift(piece.bucket_span.start),
-        )
