@@ -71,6 +71,8 @@ class Gradients(GradientStep[Section]):
 
     def await_reduced(self) -> None:
         super().await_reduced()
+        for section in self.sections:
+            section.reducer.show_to_user()
         self.sentinel.grad = torch.zeros(1)
 
     def scale_sums(self, factor: float) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from zerohvd.stage3.planning import PERSIST_BELOW, UnitOptions
 from zerohvd.torch.communication.collectives import TorchCollectives, join
 from zerohvd.torch.optimizer.distributed import DistributedOptimizer
 from zerohvd.torch.optimizer.zero_optimizer import ZeroOptimizer
@@ -16,7 +17,7 @@ from zerohvd.torch.stage3 import placeholder
 from zerohvd.torch.stage3.deferred import fill_deferred, materialise
 from zerohvd.torch.stage3.hooks import UnitHooks
 from zerohvd.torch.stage3.module_state import ModuleState
-from zerohvd.torch.stage3.planning import PERSIST_BELOW, UnitOptions, plan_units
+from zerohvd.torch.stage3.planning import plan_model
 from zerohvd.torch.stage3.units import Units
 
 
@@ -83,12 +84,14 @@ def _let_go(model: torch.nn.Module) -> None:
 
 
 def _plan(model: torch.nn.Module, process_set: Any, given: dict[str, Any]) -> Any:
+    if isinstance(given.get("units"), torch.nn.ModuleList):
+        given = {**given, "units": list(given["units"])}
     options = UnitOptions(**{"persist_below": PERSIST_BELOW, **given})
     if not isinstance(join(process_set), TorchCollectives):
         # A rank on its own holds everything anyway.
         options = UnitOptions(units=options.units, persist_below=sys.maxsize)
-    plan = plan_units(model, options)
-    materialise(model, [param for _, param in plan.persistent])
+    plan = plan_model(model, options)
+    materialise(model, [p.param for p in plan.persistent])
     return functools.partial(Units, plan, options, fill_deferred)
 
 

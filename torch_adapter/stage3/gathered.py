@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from zerohvd.torch.params.owned import units_of
-from zerohvd.torch.stage3.unit import Unit
-from zerohvd.torch.stage3.units import Units
+from zerohvd.torch.stage3.units import ModuleUnit, Units
 
 
 @contextlib.contextmanager
@@ -47,7 +46,8 @@ def gathered(
         if writable:
             _publish(params, held, from_rank)
         else:
-            _refuse_writes(held)
+            for units, members in held:
+                units.refuse_writes(members)
     finally:
         for units, members in held:
             units.end_loan(members)
@@ -67,13 +67,13 @@ def _parameters(what: Any) -> list[nn.Parameter]:
     return found
 
 
-def _lend(params: Iterable[nn.Parameter]) -> list[tuple[Units, list[Unit]]]:
+def _lend(params: Iterable[nn.Parameter]) -> list[tuple[Units, list[ModuleUnit]]]:
     wanted: dict[Units, list[nn.Parameter]] = {}
     for param in params:
         units = units_of(param)
         if units is not None:
             wanted.setdefault(units, []).append(param)
-    held: list[tuple[Units, list[Unit]]] = []
+    held: list[tuple[Units, list[ModuleUnit]]] = []
     for units, members in wanted.items():
         found = units.of(members)
         units.lend(found)
@@ -82,41 +82,14 @@ def _lend(params: Iterable[nn.Parameter]) -> list[tuple[Units, list[Unit]]]:
 
 
 def _publish(
-    params: Iterable[nn.Parameter], held: Iterable[tuple[Units, list[Unit]]], root: int
+    params: Iterable[nn.Parameter], held: Iterable[tuple[Units, list[ModuleUnit]]], root: int
 ) -> None:
-    sharded = set()
-    for _, members in held:
-        for unit in members:
-            sharded.update(unit.params)
-            for part in unit.parts:
-                part.broadcast(root)
-                part.keep()
+    for units, members in held:
+        units.publish(members, root)
+    sharded = {p for _, members in held for unit in members for p in unit.params}
     for index, param in enumerate(p for p in params if p not in sharded):
         if hvd.size() > 1 and param.numel():
             value = param.data.contiguous()
             wire = value.view(torch.int16) if value.dtype == torch.bfloat16 else value
             hvd.broadcast_(wire, root, name=f"zero/written/{index}")
             param.data.copy_(value)
-
-
-def _refuse_writes(held: Iterable[tuple[Units, list[Unit]]]) -> None:
-    for units, members in held:
-        name = _written(members)
-        # A rank sees a write in its own part only; all of them have to stop.
-        seen = torch.tensor([0.0 if name is None else 1.0])
-        handle = units.collectives.allreduce_start(seen, "max", name=f"{units.prefix}/read")
-        units.waiting.wait([handle])
-        if seen.item():
-            what = "a parameter" if name is None else f"parameter {name!r}, or one beside it,"
-            raise RuntimeError(
-                f"{what} was written inside zero.gathered(); the new values are lost. Pass "
-                "writable=True to keep them"
-            )
-
-
-def _written(members: list[Unit]) -> str | None:
-    for part in (part for unit in members for part in unit.parts):
-        index = part.changed()
-        if index is not None:
-            return part.layout.params[index].name
-    return None

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from zerohvd.torch.stage3.unit import Unit
-from zerohvd.torch.stage3.units import Units
+from zerohvd.torch.stage3.units import ModuleUnit, Units
 
 
 class UnitHooks:
@@ -24,14 +23,14 @@ class UnitHooks:
         self._leave = torch.compiler.disable(units.leave)
         self._handles: list[RemovableHandle] = []
         for unit in units.all:
-            for module in dict.fromkeys([unit.module, *unit.owners]):
+            for module in unit.modules:
                 inner = module is not unit.module
                 self._handles += [
                     module.register_forward_pre_hook(self._before(unit, inner), prepend=True),
                     module.register_forward_hook(self._after(unit, inner), always_call=True),
                 ]
 
-    def _before(self, unit: Unit, inner: bool) -> Callable[[torch.nn.Module, Any], None]:
+    def _before(self, unit: ModuleUnit, inner: bool) -> Callable[[torch.nn.Module, Any], None]:
         enter = self._enter
 
         def hook(module: torch.nn.Module, _: Any) -> None:
@@ -42,7 +41,7 @@ class UnitHooks:
 
         return hook
 
-    def _after(self, unit: Unit, inner: bool) -> Callable[[torch.nn.Module, Any, Any], None]:
+    def _after(self, unit: ModuleUnit, inner: bool) -> Callable[[torch.nn.Module, Any, Any], None]:
         leave = self._leave
 
         def hook(module: torch.nn.Module, _: Any, outputs: Any) -> None:

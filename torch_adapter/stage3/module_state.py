@@ -10,8 +10,7 @@ from torch import nn
 
 from zerohvd.torch import compat
 from zerohvd.torch.stage3 import placeholder
-from zerohvd.torch.stage3.unit import Unit
-from zerohvd.torch.stage3.units import Units
+from zerohvd.torch.stage3.units import ModuleUnit, Units
 
 
 class ModuleState:
@@ -24,7 +23,6 @@ class ModuleState:
     def __init__(self, model: nn.Module, units: Units) -> None:
         self._units = units
         self._outermost: nn.Module | None = None
-        self._open: dict[Unit, int] = {}  # units being loaded into, by how many modules
         self._handles: list[Any] = []
         before, after = self._saving()
         for module in _with_params(model):
@@ -34,7 +32,7 @@ class ModuleState:
             ]
         for unit in units.all:
             before, after = self._loading(unit)
-            for module in dict.fromkeys([unit.module, *unit.owners]):
+            for module in unit.modules:
                 self._handles += [
                     module.register_load_state_dict_pre_hook(before),
                     module.register_load_state_dict_post_hook(after),
@@ -75,40 +73,22 @@ class ModuleState:
                 continue
             elif value.untyped_storage() in resized:
                 state[key] = value.clone()
-        for param, value in self.stream(wanted):
-            state.update(dict.fromkeys(wanted[param], value))
-
-    def stream(self, params: Any) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """A copy of each of these parameters, unit by unit; all ranks must go through it."""
-        for unit in self._units.of(params):
-            self._units.hold([unit])
-            try:
-                for param in unit.params:
-                    if param in params:
-                        yield param, param.detach().clone()
-            finally:
-                self._units.let_go([unit])
+        for param in self._units.stream(wanted):
+            state.update(dict.fromkeys(wanted[param], param.detach().clone()))
 
     # -- loading ----------------------------------------------------------------------------------
 
-    def _loading(self, unit: Unit) -> tuple[Callable[..., None], Callable[..., None]]:
+    def _loading(self, unit: ModuleUnit) -> tuple[Callable[..., None], Callable[..., None]]:
         def before(module: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:
             if metadata.get("assign_to_params_buffers", False):
                 raise ValueError(
                     "load_state_dict(assign=True) would give the model other parameters than the "
                     "optimizer's; leave assign out: the values are copied into the shards"
                 )
-            if not self._open:
-                self._units.loads += 1
-            if unit not in self._open:
-                unit.open(self._units.waiting)
-            self._open[unit] = self._open.get(unit, 0) + 1
+            self._units.open(unit)
 
         def after(module: nn.Module, incompatible: Any) -> None:
-            self._open[unit] -= 1
-            if not self._open[unit]:
-                del self._open[unit]
-                unit.close()
+            self._units.close(unit)
 
         return before, after
 

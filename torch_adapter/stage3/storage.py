@@ -265,12 +265,12 @@ class UnitFlats:
                     flat, root, name=f"{self._prefix}/b{b}/written"
                 )
 
-    def changed(self) -> int | None:
-        """Return the index of a parameter whose gathered values differ from this rank's shard."""
+    def changed(self) -> str | None:
+        """Return the name of a parameter whose gathered values differ from this rank's shard."""
         for b, shard in enumerate(self.shards):
             part = self._part(self._now, b)
             if not torch.equal(part.view(torch.uint8), shard.view(torch.uint8)):
-                return self.layout.buckets[b].slots[0].param
+                return self.layout.params[self.layout.buckets[b].slots[0].param].name
         return None
 
     @property

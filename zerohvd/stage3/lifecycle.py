@@ -1,0 +1,289 @@
+"""Stage 3: a unit's parameters are gathered before they are used, and freed after.
+
+    forward   root  u0 ......... u1 ......... u2 .........
+    gathered  root  u0           u1           u2
+    on the way      u1 .....     u2 .....
+    backward                                  u2 ......... u1 ......... u0 ......... root
+
+A unit is resharded when the next one begins, so two units at most are gathered at a time: the one
+that runs and the one that is prefetched. Units that lie in each other run together, and count as
+one. The last two of a forward pass stay for the backward pass, which begins with them. The root is
+gathered from its forward pass to the end of the backward pass.
+
+An adapter says when passes begin and end, and gives every unit its memory (`unit.UnitMemory`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from zerohvd.communication.collectives import AsyncCollectives
+from zerohvd.communication.prefetch import Order
+from zerohvd.communication.waiting import Timing, Waiting
+from zerohvd.stage3.unit import GATHERED, GATHERING, Guard, Unit, Use
+
+U = TypeVar("U", bound=Unit[Any])
+
+
+class UnitLifecycle(Generic[U]):
+    """All units of a model: which are gathered, and which is prefetched next.
+
+    Attributes:
+        all: Every unit, in model order; the root is the first.
+        waiting: Through which all waits of the model go, so that none is a deadlock.
+        loads: How often values were loaded into units.
+        on_gather: Called before a pass gathers a unit.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[U],
+        collectives: AsyncCollectives,
+        prefix: str,
+        *,
+        reshard_after_forward: bool = True,
+        guard: Guard = contextlib.nullcontext,
+        timing: Timing | None = None,
+    ) -> None:
+        """
+        Args:
+            units: All units, the root first.
+            prefix: Of the names of collectives.
+            reshard_after_forward: Free a unit's parameters between its forward and backward pass.
+            guard: As for `Unit`.
+        """
+        self.all = units
+        self.root = units[0]
+        self.prefix = prefix
+        self.waiting = Waiting(units, collectives, prefix, timing)
+        self.loads = 0
+        self.on_gather: Callable[[], None] | None = None
+        self._collectives = collectives
+        self._reshard_after_forward = reshard_after_forward
+        self._guard = guard
+        self._forward: Order[U] = Order()
+        self._backward: Order[U] = Order()
+        self._clock = 0
+        self._in_backward = False  # a backward pass runs, and `end_backward` will be called
+
+    # -- forward ----------------------------------------------------------------------------------
+
+    def begin_forward(self, unit: U, *, recomputed: bool = False, recorded: bool = True) -> Use:
+        """Gather a unit that is about to run. If this raises, there is nothing to end.
+
+        Args:
+            recomputed: It runs inside a backward pass, which needs its activations again.
+            recorded: A backward pass through it may follow.
+        """
+        if not recomputed:
+            self._forget_backward()
+        if unit is self.root and not unit.depth and not recomputed:
+            self._forward.restart()
+        # The backward pass begins with the last unit; the one before it comes next there.
+        last = recorded and not recomputed and self._forward.is_last(unit)
+        if self._reshard_after_forward and (not last or self._idle((GATHERING,), unit)):
+            for other in self._idle((GATHERED,), unit):
+                other.reshard()
+        unit.depth += 1
+        use = Use(self._tick())
+        try:
+            self._unshard(unit, self._backward if recomputed else self._forward)
+        except BaseException:
+            unit.depth -= 1
+            raise
+        return use
+
+    def end_forward(self, unit: U, use: Use, *, last_use: bool) -> None:
+        """Note that a unit has run, or has failed to.
+
+        Args:
+            last_use: No backward pass will come through what it has returned.
+        """
+        unit.depth -= 1
+        use.stop = self._tick()
+        if unit is self.root and not unit.depth and last_use:
+            self.reshard_idle()
+
+    def _unshard(self, unit: U, order: Order[U]) -> None:
+        """Gather the unit, and prefetch the one that came next in the pass before."""
+        if self.on_gather is not None:
+            self.on_gather()
+        following = order.after(unit)
+        unit.unshard_start()
+        if following is not None and self._has_room_for(following, unit):
+            following.unshard_start()
+        unit.unshard_wait(self.waiting)
+
+    def _has_room_for(self, following: U, unit: U) -> bool:
+        """Whether there is no third one: two units at most are gathered or under way."""
+        counted = (GATHERING, GATHERED) if self._reshard_after_forward else (GATHERING,)
+        return not self._idle(counted, following, unit)
+
+    def _idle(self, states: Collection[str], *but: U) -> list[U]:
+        """Units in these states that nothing needs now, without the root and without `but`."""
+        return [u for u in self.all[1:] if u.state in states and u.idle and u not in but]
+
+    # -- backward ---------------------------------------------------------------------------------
+
+    def starts_backward(self) -> bool:
+        """Note that a backward pass runs; return whether it has just begun.
+
+        Then the adapter has to call `end_backward` at its end.
+        """
+        if self._in_backward:
+            return False
+        self._in_backward = True
+        self._backward.restart()
+        return True
+
+    def begin_backward(self, unit: U, use: Use, *, again: bool = False) -> None:
+        """Gather a unit whose backward pass begins: gradients of its outputs have come.
+
+        Args:
+            use: The forward pass that had these outputs.
+            again: There will be a backward pass of this one.
+        """
+        if unit.backward is use and unit.state == GATHERED:
+            return
+        if unit is not self.root and not again:
+            soon = self._backward.expected(unit, 2)  # the root may come in between
+            for other in self.all[1:]:
+                wanted = other in soon and other.backward is None
+                if other is not unit and other.state == GATHERED and not wanted:
+                    self._reshard_if_done(other, use)
+        unit.begin_backward(use)
+        unit.kept = unit.kept or again
+        self._unshard(unit, self._backward)
+
+    def _reshard_if_done(self, unit: U, use: Use) -> None:
+        """Reshard a unit that ran later than `use`: backward passes run backwards in time."""
+        done = unit.backward is not None and unit.backward.start > use.stop
+        if done:
+            unit.backward = None
+        if unit.idle and (done or self._reshard_after_forward):
+            unit.reshard()
+
+    def end_backward(self) -> None:
+        """End a backward pass: all ranks meet, so that none goes on while another needs it."""
+        self._forget_backward()
+        self.reshard_idle()
+        with self._guard():
+            self.waiting.meet()
+
+    def _forget_backward(self) -> None:
+        """Note that no backward pass is under way, also after one that has failed."""
+        if self._in_backward:
+            self._in_backward = False
+            for unit in self.all:
+                unit.backward = None
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def reshard_idle(self) -> None:
+        """Reshard every unit that nothing needs now."""
+        for unit in self.all:
+            if unit.idle:
+                unit.reshard()
+
+    def settle(self) -> None:
+        """End a step: reshard everything, and leave no allgather under way on any rank. Collective.
+
+        A rank may have prefetched a unit that it did not use, and the others not at all. They take
+        part now: the first gather of the next step would else meet it, and get old values.
+        """
+        self._forget_backward()
+        for unit in self.all:
+            unit.kept = False
+            if unit.depth or unit.held:
+                raise RuntimeError(
+                    f"step() was called while the parameters of {unit.name!r} were in use: leave "
+                    "the module's forward pass, or `with zero.gathered(...)`, before"
+                )
+        with self._guard():
+            self.waiting.even_out()
+        for unit in self.all:
+            unit.unshard_wait(self.waiting)
+            unit.reshard()
+
+    # -- values outside of passes -----------------------------------------------------------------
+
+    def of(self, params: Iterable[Any]) -> list[U]:
+        """The units that hold any of these parameters, in order."""
+        wanted = set(params)
+        return [u for u in self.all if not wanted.isdisjoint(u.params)]
+
+    def hold(self, units: Sequence[U]) -> None:
+        """Gather these, and keep them gathered until `let_go`. Collective."""
+        for unit in units:
+            unit.unshard_start()
+        for unit in units:
+            unit.unshard_wait(self.waiting)
+        for unit in units:
+            unit.held += 1
+
+    def let_go(self, units: Sequence[U]) -> None:
+        """Undo `hold`: reshard those that nothing else needs."""
+        for unit in units:
+            unit.held -= 1
+            if unit.idle:
+                unit.reshard()
+
+    def stream(self, params: Collection[Any]) -> Iterator[Any]:
+        """These parameters, each while it is gathered, one unit after the other. Collective."""
+        for unit in self.of(params):
+            self.hold([unit])
+            try:
+                yield from (p for p in unit.params if p in params)
+            finally:
+                self.let_go([unit])
+
+    def lend(self, units: Sequence[U]) -> None:
+        """Hold these for user code, which may keep views of the parameters. Collective."""
+        self.hold(units)
+        for unit in units:
+            unit.lend()
+
+    def end_loan(self, units: Sequence[U]) -> None:
+        """Undo `lend`."""
+        self.let_go(units)
+        for unit in units:
+            unit.end_loan()
+
+    def publish(self, units: Iterable[U], root: int) -> None:
+        """Give all ranks what rank `root` has written into these, which are held. Collective."""
+        for part in (part for unit in units for part in unit.parts):
+            part.broadcast(root)
+            part.keep()
+
+    def refuse_writes(self, units: Iterable[U]) -> None:
+        """Raise on all ranks if one has written into these, which are held. Collective."""
+        changed = (part.changed() for unit in units for part in unit.parts)
+        name = next((name for name in changed if name is not None), None)
+        # A rank sees a write in its own part only; all of them have to stop.
+        c = self._collectives
+        seen = c.from_numpy(np.array([0.0 if name is None else 1.0], np.float32))
+        self.waiting.wait([c.allreduce_start(seen, "max", name=f"{self.prefix}/read")])
+        if c.to_numpy(seen)[0]:
+            what = "a parameter" if name is None else f"parameter {name!r}, or one beside it,"
+            raise RuntimeError(
+                f"{what} was written inside zero.gathered(); the new values are lost. Pass "
+                "writable=True to keep them"
+            )
+
+    def open(self, unit: U) -> None:
+        """Let values be loaded into a unit; local. Every `open` has its `close`."""
+        if not any(u.is_open for u in self.all):
+            self.loads += 1
+        unit.open(self.waiting)
+
+    def close(self, unit: U) -> None:
+        """Undo `open`: keep this rank's part of what has been loaded."""
+        unit.close()
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
