@@ -359,6 +359,9 @@ class Step(GradientStep):
         rounds.add(self.section)
         self.sections.append(self.section)
 
+    def scale_sums(self, factor):
+        self.scaled = factor
+
     def backward(self, params):
         for index in params:
             self.section.grads[index] = self.section.grads.get(index, 0.0) + 1.0
@@ -394,6 +397,44 @@ def test_a_step_reduces_what_all_ranks_have_computed(size, stage):
     for results, norm, largest, alone in ThreadWorld(size).run(train):
         assert results == [wanted] * 3
         assert norm == pytest.approx(5.0 * size**0.5) and alone == 5.0 and largest == size - 1
+
+
+def test_weighted_sums_are_divided_by_the_weight_of_all_ranks(no_weight_is_left):
+    weighting.weight(4)  # of all ranks: they are threads of one process
+
+    def train(c):
+        step = Step(c)
+        step.send_rest()
+        step.await_reduced()
+        return step.scaled
+
+    assert ThreadWorld(3).run(train) == [3 / 12] * 3
+
+
+def test_a_step_in_which_no_rank_has_a_sample_is_refused(no_weight_is_left):
+    weighting.weight(0)
+
+    def train(c):
+        step = Step(c)
+        step.send_rest()
+        with pytest.raises(ValueError, match="every rank gave weight 0"):
+            step.await_reduced()
+        return True
+
+    assert all(ThreadWorld(3).run(train))
+
+
+def test_a_weight_that_comes_late_is_refused(no_weight_is_left):
+    def train(c):
+        step = Step(c)
+        step.backward([4])
+        with pytest.raises(ValueError, match=r"step\(weight=2\) came after gradients had left"):
+            step.announce(2)
+        step.send_rest()
+        step.await_reduced()
+        return True
+
+    assert all(ThreadWorld(2).run(train))
 
 
 def test_ranks_with_other_learning_rates_are_told_so():

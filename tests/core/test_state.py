@@ -16,8 +16,10 @@ from zerohvd.training.state import (
     TENSOR,
     VALUE,
     PieceValue,
+    check_complete,
     check_destination,
     collect_state,
+    part_of,
 )
 
 SHAPES = [(7, 3), (), (0, 4), (130,), (5,), (2, 2, 2), (1,), (300,)]
@@ -167,3 +169,21 @@ def test_the_destination_is_a_rank():
     for wrong in (-1, 2):
         with pytest.raises(ValueError, match="to must be a rank"):
             check_destination(wrong, 2)
+
+
+def test_a_piece_gets_its_part_of_a_whole_state():
+    layout = build_layout(specs(), 4, bucket_bytes=1)
+    spec, whole = specs()[3], whole_tensor(3, "momentum")
+    parts = [
+        part_of(whole, piece, spec, (piece.param_span.length,), "m")
+        for rank in range(4)
+        for piece in layout.pieces(rank)
+        if piece.param == 3
+    ]
+    np.testing.assert_array_equal(np.sort(np.concatenate(parts)), whole)  # it ascends
+    piece = next(p for p in layout.pieces(0) if p.param == 3)
+    with pytest.raises(ShardedStateError, match=r"stored with shape \(9,\).*fit 'p3'"):
+        part_of(np.zeros(9), piece, spec, (piece.param_span.length,), "m")
+    check_complete({"a"}, {"a", "b"}, "Adam")
+    with pytest.raises(ShardedStateError, match=r"lacks \['c'\].*than Adam"):
+        check_complete({"a", "c"}, {"a"}, "Adam")

@@ -7,11 +7,13 @@ import os
 
 import pytest
 
+from zerohvd.config import ZeroConfig
 from zerohvd.errors import DisagreementError
+from zerohvd.layout import ParamSpec, build_layout
 from zerohvd.testing import ThreadWorld
-from zerohvd.training import mapped_file
+from zerohvd.training import graph, mapped_file
 from zerohvd.training.monitor import check_mode, improvement
-from zerohvd.training.naming import group_numbers, groups_bucket_bytes, name_params
+from zerohvd.training.naming import group_numbers, groups_bucket_bytes, name_params, unique_names
 from zerohvd.training.present import agree_on_present, check_present
 
 
@@ -104,3 +106,39 @@ def test_a_full_disk_is_said_at_once(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r"cannot reserve 8 bytes for state in .*No space left"):
         mapped_file.map_unnamed(tmp_path, 8, "state")
     assert os.listdir(tmp_path) == []
+
+
+def test_names_that_occur_twice_get_numbers():
+    assert unique_names(["w", "b", "w", "w"]) == ["w", "b", "w#2", "w#3"]
+
+
+def test_a_graphs_layout_keeps_tables_and_whole_parameters_in_one_chunk(monkeypatch):
+    monkeypatch.setattr(graph, "_CHUNK_BYTES", 1024)
+    large, table = ParamSpec("w", (4096,)), ParamSpec("table", (4096,), group="table")
+    config = ZeroConfig(stage=2, bucket_bytes=512)
+
+    def chunks(specs, partition="flat", config=config, size=2):
+        return len(graph.lay_out(specs, partition, config, size).slots_of[0])
+
+    assert chunks([large]) > 1
+    assert chunks([large, table]) == chunks([large], "parameter") == chunks([large], size=1) == 1
+    plain = ZeroConfig(stage=0, bucket_bytes=512)
+    assert chunks([large], config=plain) == 1
+    assert graph.lay_out([large], "flat", plain, 2).size == 1
+
+
+def test_shards_are_updated_in_parts_of_an_eighth_of_a_bucket(monkeypatch):
+    monkeypatch.setattr(graph, "_LEAST_PART_BYTES", 64)
+    config = ZeroConfig(stage=2, bucket_bytes=2048)
+    layout = graph.lay_out([ParamSpec("w", (512,))], "flat", config, 2)
+    parts = graph.updated_pieces(layout, 1, config)
+    assert [p.param_span.length for p in parts] == [64] * 4
+    assert parts[0].joined(parts[-1]) == next(layout.pieces(1))
+    whole = graph.lay_out([ParamSpec("w", (512,))], "parameter", config, 2)
+    assert graph.updated_pieces(whole, 0, config) == list(whole.pieces(0))
+
+
+def test_buckets_go_one_by_one_until_there_is_room():
+    layout = build_layout([ParamSpec(f"p{i}", (64,)) for i in range(8)], 2, bucket_bytes=256)
+    assert len(layout.buckets) == 8 and graph.buckets_alone(layout) == graph.ROOM
+    assert graph.buckets_alone(build_layout([], 2)) == 0

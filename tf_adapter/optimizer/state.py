@@ -155,16 +155,9 @@ def load_state(optimizer: Any, stored: Mapping[str, Array]) -> None:
     for slot in mine:
         if slot.key not in stored:
             continue
-        value = np.asarray(stored[slot.key])
-        if not slot.piece.whole:
-            start, stop = slot.piece.piece.param_span
-            value = value.reshape(-1)[start:stop]
-        if value.size != arrays.numel(slot.variable):
-            raise ShardedStateError(
-                f"{slot.key} was stored with shape {np.shape(stored[slot.key])}, which does not "
-                f"fit {slot.piece.path!r} of shape {slot.piece.spec.shape}"
-            )
-        slot.variable.assign(tf.cast(value.reshape(slot.variable.shape), slot.variable.dtype))
+        value, shape = np.asarray(stored[slot.key]), slot.variable.shape
+        part = core.part_of(value, slot.piece.piece, slot.piece.spec, shape, slot.key)
+        slot.variable.assign(tf.cast(part, slot.variable.dtype))
 
 
 def check_scalars(optimizer: Any, stored: Mapping[str, Array]) -> None:

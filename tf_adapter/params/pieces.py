@@ -17,12 +17,7 @@ from zerohvd.keras.compat import variable_key
 from zerohvd.keras.params import buffers
 from zerohvd.layout import Layout, ParamSpec, Piece
 from zerohvd.numerics import master_dtype
-
-# An update allocates up to eight tensors of the size of what it updates. A rank's shard is updated
-# in parts of 1/8 of a bucket, so that these temporaries take one bucket, and fit into the caches.
-# Below the least size, the overhead per operation would exceed the operation.
-_PARTS = 8
-_LEAST_PART_BYTES = 64 * 1024
+from zerohvd.training.graph import updated_pieces
 
 
 def tf_variable(variable: Any) -> Any:
@@ -153,15 +148,9 @@ def owned_pieces(
     layout: Layout, variables: Sequence[Any], rank: int, config: ZeroConfig
 ) -> list[PieceVariable]:
     """What `rank` owns and updates, in the layout's order."""
-    shared = layout.size > 1
-    owned: list[Piece] = list(layout.pieces(rank if shared else 0))
-    if shared and layout.partition == "flat":
-        # In float32. They start at multiples of 64 bytes, where TensorFlow slices without a copy.
-        length = max(_LEAST_PART_BYTES, config.bucket_bytes // _PARTS) // 64 * 16
-        owned = [part for piece in owned for part in piece.parts(length)]
     found: list[PieceVariable] = []
     chunks: dict[int, int] = {}
-    for piece in owned:
+    for piece in updated_pieces(layout, rank, config):
         spec = layout.params[piece.param]
         dtype = master_dtype(spec.dtype, config.master_dtype)
         chunk = chunks.get(piece.param, 0)

@@ -84,3 +84,13 @@ def groups_bucket_bytes(groups: Any, total_bytes: int) -> int | None:
     if not isinstance(groups, int) or groups == 0:
         return None
     return max(1, -(-total_bytes // groups))
+
+
+def unique_names(names: Iterable[str]) -> list[str]:
+    """The names, those that have occurred before with a number: "w", "w#2"."""
+    seen: dict[str, int] = {}
+    found = []
+    for name in names:
+        count = seen[name] = seen.get(name, 0) + 1
+        found.append(name if count == 1 else f"{name}#{count}")
+    return found

@@ -11,10 +11,11 @@ What an optimizer keeps for a piece under a key is of one of four kinds:
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from zerohvd.communication.collectives import Collectives
+from zerohvd.communication.collectives import Array, Collectives
 from zerohvd.errors import ShardedStateError
 from zerohvd.layout import Bucket, Layout, ParamSpec, Piece
 
@@ -95,6 +96,19 @@ def check_complete(wanted: Collection[str], stored: Collection[str], optimizer: 
             f"the stored optimizer state lacks {missing[:3]} (of {len(missing)} missing): it was "
             f"saved by another kind of optimizer than {optimizer}"
         )
+
+
+def part_of(value: Array, piece: Piece, spec: ParamSpec, shape: Sequence[int], key: str) -> Array:
+    """The part of a whole state that belongs to a piece, whose own state has this shape."""
+    part = value
+    if piece.param_span.length != spec.numel:
+        part = value.reshape(-1)[piece.param_span.start : piece.param_span.stop]
+    if part.size != math.prod(shape):
+        raise ShardedStateError(
+            f"{key} was stored with shape {value.shape}, which does not fit {spec.name!r} of shape "
+            f"{spec.shape}"
+        )
+    return part.reshape(tuple(shape))
 
 
 def check_joinable(value: PieceValue, spec: ParamSpec) -> None:

@@ -7,6 +7,7 @@ have been applied or dropped.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
@@ -98,7 +99,7 @@ class StepCollectives(AsyncCollectives, Protocol):
 S = TypeVar("S", bound=StepSection)
 
 
-class GradientStep(Generic[S]):
+class GradientStep(abc.ABC, Generic[S]):
     """The gradients of an optimizer; an adapter adds what touches tensors.
 
     Attributes:
@@ -238,9 +239,9 @@ class GradientStep(Generic[S]):
         for section in self.sections:
             section.set_piece_grads(section.buckets)
 
+    @abc.abstractmethod
     def scale_sums(self, factor: float) -> None:
         """Multiply the reduced gradients."""
-        raise NotImplementedError
 
     # -- numbers of all ranks ----------------------------------------------------------------------
 
