@@ -15,6 +15,7 @@ from zerohvd.keras.checkpoint.api import CheckpointManager
 from zerohvd.keras.fit import metrics
 from zerohvd.keras.optimizer.distributed import ranks_of
 from zerohvd.keras.params.broadcasting import broadcast_variables
+from zerohvd.training.monitor import check_mode, improvement
 
 
 class MetricAverage(keras.callbacks.Callback):
@@ -167,9 +168,7 @@ class Checkpoint(keras.callbacks.Callback):
         resume: bool = True,
     ) -> None:
         super().__init__()
-        if mode not in ("min", "max"):
-            raise ValueError(f'mode must be "min" or "max", got {mode!r}')
-        self.filepath, self.monitor, self.mode = str(filepath), monitor, mode
+        self.filepath, self.monitor, self.mode = str(filepath), monitor, check_mode(mode)
         self.save_best_only, self.save_weights_only = save_best_only, save_weights_only
         self.best: float | None = None
         self.manager: CheckpointManager | None = None
@@ -217,16 +216,19 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         logs = logs or {}
-        if self.save_best_only and not self._is_best(logs):
-            return
+        if self.save_best_only:
+            ranks = ranks_of(self.model)
+            better = improvement(logs, self.monitor, self.best, self.mode, ranks)
+            if better is None:
+                return
+            self.best = better
         if self.manager is not None:
             if self.manager.every is None:
                 self._save_folder(epoch + 1, logs.get(self.monitor))
             return
         path = self.filepath.format(epoch=epoch + 1, **logs)
         if self.save_weights_only:
-            ranks = ranks_of(self.model)
-            whole_model.on_one_rank(lambda: self.model.save_weights(path), ranks)
+            whole_model.on_one_rank(lambda: self.model.save_weights(path), ranks_of(self.model))
         else:
             whole_model.save_model(self.model, path)
 
@@ -238,19 +240,3 @@ class Checkpoint(keras.callbacks.Callback):
         self._saved = self._step()
         extra = {"epoch": epoch, "best": self.best}
         self.manager.save(self._saved, self.model, extra=extra, metric=metric)
-
-    def _is_best(self, logs: dict[str, Any]) -> bool:
-        if self.monitor not in logs:
-            raise ValueError(
-                f"Checkpoint monitors {self.monitor!r}, but the metrics are {sorted(logs)}"
-            )
-        # All ranks follow rank 0: they must all save, or none.
-        value = ranks_of(self.model).broadcast_object(
-            float(logs[self.monitor]), name="zero/monitor"
-        )
-        better = self.best is None or (
-            value < self.best if self.mode == "min" else value > self.best
-        )
-        if better:
-            self.best = value
-        return better

@@ -9,6 +9,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from zerohvd.communication.agreement import check_same_data
 from zerohvd.communication.collectives import HorovodCollectives
 from zerohvd.keras.communication import arrays
 from zerohvd.keras.fit import uneven
@@ -99,13 +100,6 @@ def _check_order(dataset: tf.data.Dataset, ranks: HorovodCollectives) -> int:
         for x in tf.nest.flatten(batch):
             digest.update(np.ascontiguousarray(x.numpy()).tobytes())
         samples = max(1, len(tf.nest.flatten(batch)[0]))
-    seen = ranks.allgather_object(digest.hexdigest(), name="zero/dataset")
-    differ = [r for r, d in enumerate(seen) if d != seen[0]]
-    if differ:
-        raise ValueError(
-            f"the first batch of ranks {differ} is not that of rank 0: ranks would train on some "
-            "samples twice and on others never. Give the dataset the same order on all ranks, "
-            "such as shuffle(..., seed=1) under the same tf.random.set_seed; or pass check=False "
-            "if that is meant."
-        )
+    hint = "shuffle(..., seed=1) under the same tf.random.set_seed"
+    check_same_data(ranks, digest.hexdigest(), hint=hint)
     return samples

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from zerohvd.checkpoint.offline.consolidate import WriteWeights
 from zerohvd.keras.communication import arrays
 
-__all__ = ["arrays"]
+__all__ = ["arrays", "weight_files"]
+
+# .weights.h5 files are written by the core, with h5py alone.
+weight_files: Mapping[str, WriteWeights] = {}

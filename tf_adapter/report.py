@@ -7,10 +7,10 @@ from typing import Any
 from zerohvd.communication.log import CommunicationReport
 from zerohvd.keras import compat
 from zerohvd.keras.communication.arrays import nbytes
-from zerohvd.keras.communication.ordering import IN_FLIGHT
 from zerohvd.keras.optimizer import state
 from zerohvd.keras.optimizer.distributed import unwrap
 from zerohvd.memory import MemoryReport
+from zerohvd.training.graph import IN_FLIGHT
 
 
 def _built(optimizer: Any) -> Any:

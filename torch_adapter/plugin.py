@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from zerohvd.torch.checkpoint.plain_files import write_state_dict
 from zerohvd.torch.communication import arrays
 
-__all__ = ["arrays"]
+__all__ = ["arrays", "weight_files"]
+
+weight_files = dict.fromkeys((".pt", ".pth", ".bin"), write_state_dict)

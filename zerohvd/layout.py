@@ -138,6 +138,22 @@ class Piece(NamedTuple):
     param_span: Span  # inside the flattened parameter
     bucket_span: Span  # inside the bucket
 
+    def parts(self, length: int) -> Iterator[Piece]:
+        """The piece in parts of at most `length` elements."""
+        for start in range(0, self.param_span.length, length):
+            part = Span(start, min(start + length, self.param_span.length))
+            yield self._replace(
+                param_span=part.shift(self.param_span.start),
+                bucket_span=part.shift(self.bucket_span.start),
+            )
+
+    def joined(self, last: Piece) -> Piece:
+        """The piece from the start of this part to the end of `last`; see `parts`."""
+        return self._replace(
+            param_span=Span(self.param_span.start, last.param_span.stop),
+            bucket_span=Span(self.bucket_span.start, last.bucket_span.stop),
+        )
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bucket:
@@ -168,6 +184,21 @@ class Bucket:
 
     def spans(self) -> tuple[Span, ...]:
         return tuple(self.span(r) for r in range(self.size))
+
+    @property
+    def lengths(self) -> list[int]:
+        """The elements of every rank's shard."""
+        return [self.span(r).length for r in range(self.size)]
+
+    def gaps(self) -> Iterator[Span]:
+        """The padding between and behind the slots."""
+        stop = 0
+        for slot in self.slots:
+            if slot.start > stop:
+                yield Span(stop, slot.start)
+            stop = slot.start + slot.length
+        if self.padded > stop:
+            yield Span(stop, self.padded)
 
     @property
     def nbytes(self) -> int:
@@ -206,6 +237,16 @@ class Layout:
             for slot in bucket.slots:
                 found[slot.param].append((bucket.index, slot))
         return tuple(tuple(sorted(f, key=lambda bs: bs[1].param_start)) for f in found)
+
+    def chain_of(self, b: int) -> list[int]:
+        """The buckets, `b` among them, that hold chunks of one parameter: they follow each other,
+        in the order of the parameter. Only `b` where it holds whole parameters."""
+        slots = self.buckets[b].slots
+        return [i for i, _ in self.slots_of[slots[0].param]] if len(slots) == 1 else [b]
+
+    def op_name(self, prefix: str, b: int, op: str) -> str:
+        """The name of a collective on bucket `b`, after the bucket's first parameter."""
+        return f"{prefix}/b{b}/{op}/{self.params[self.buckets[b].slots[0].param].name}"
 
     def pieces(self, rank: int) -> Iterator[Piece]:
         """What `rank` owns, parameter by parameter inside each bucket; never padding."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 _NARROW = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
@@ -49,6 +50,13 @@ def check_norm_type(norm_type: float) -> float:
     if math.isnan(p) or p <= 0:
         raise ValueError(f"norm_type must be greater than 0, or inf, got {norm_type!r}")
     return p
+
+
+def local_norm(norms: Sequence[float], p: float) -> tuple[float, str]:
+    """What a rank adds to the p-norm over all ranks, and the op that combines the ranks."""
+    if math.isinf(p):
+        return max(norms, default=0.0), "max"
+    return math.fsum(norm**p for norm in norms), "sum"
 
 
 def finish_norm(total: float, norm_type: float) -> float:

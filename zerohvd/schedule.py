@@ -7,9 +7,10 @@ while another waited for bucket 4 would hang with it as soon as buffers are limi
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import itertools
+from collections.abc import Collection, Sequence
 
-from zerohvd.layout import Layout
+from zerohvd.layout import Layout, Span
 
 
 class Schedule:
@@ -65,3 +66,44 @@ class Schedule:
         """The buckets that have not gone out in this round, in order; the round is over then."""
         first, self._next = self._next, len(self._members)
         return range(first, self._next)
+
+
+def cut_waves(layouts: Sequence[Layout], count: int) -> list[list[tuple[int, range]]]:
+    """Cut all buckets, in the order in which they are sent, into `count` waves of about equal
+    bytes: lists of (index of the layout, its buckets)."""
+    goal = sum(bucket.nbytes for layout in layouts for bucket in layout.buckets) / count
+    waves: list[list[tuple[int, range]]] = [[]]
+    filled = 0
+    for index, layout in enumerate(layouts):
+        first = 0
+        for b, bucket in enumerate(layout.buckets):
+            filled += bucket.nbytes
+            if filled >= goal and len(waves) < count:
+                waves[-1].append((index, range(first, b + 1)))
+                waves.append([])
+                first, filled = b + 1, 0
+        waves[-1].append((index, range(first, len(layout.buckets))))
+    return waves
+
+
+def exchange_rounds(lengths: Sequence[int], align: int) -> list[list[Span]]:
+    """Cut an alltoall of a tensor, whose part r is `lengths[r]` long and goes to rank r, into
+    rounds of which every rank receives about as much as it sends.
+
+    In a single round, a rank that owns all of the tensor would hold one copy of it per rank.
+
+    Returns:
+        Per round the span that goes to each rank, which starts at a multiple of `align` in its
+        part. No round is empty, unless all parts are.
+    """
+    count = max(1, -(-len(lengths) * max(lengths) // max(1, sum(lengths))))
+    starts = list(itertools.accumulate(lengths, initial=0))
+    rounds = []
+    for i in range(count):
+        spans = []
+        for start, length in zip(starts, lengths, strict=False):
+            step = -(-length // (align * count)) * align
+            spans.append(Span(min(length, i * step), min(length, (i + 1) * step)).shift(start))
+        if i == 0 or any(span.length for span in spans):
+            rounds.append(spans)
+    return rounds

@@ -57,7 +57,7 @@ HOROVOD = Supported(
 )
 TORCH = Supported("PyTorch", "torch", "2.6", "pip install 'torch>=2.6'")
 TENSORFLOW = Supported("TensorFlow", "tensorflow", "2.16", "pip install 'tensorflow>=2.16'")
-KERAS = Supported("Keras", "keras", "3.7", "pip install 'keras>=3.7'")
+KERAS = Supported("Keras", "keras", "3.9", "pip install 'keras>=3.9'")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from zerohvd.communication.agreement import check_agreement
+from zerohvd.communication.agreement import check_agreement, check_same_data
 from zerohvd.errors import DisagreementError
 from zerohvd.layout import ParamSpec, build_layout
 from zerohvd.testing import ThreadWorld
@@ -155,3 +155,13 @@ def test_ranks_that_share_nothing_still_get_the_error():
     specs = [ParamSpec(f"other.{i}", (i,)) for i in range(500)]
     messages = errors(3, 2, specs, settings={"stage": 0})
     assert_all_say(messages, "parameter 0", "'embed.weight'", "'other.0'")
+
+
+def test_ranks_that_see_other_data_are_told_so():
+    def check(c):
+        check_same_data(c, "a", hint="sort it")
+        with pytest.raises(ValueError, match=r"first batch of ranks \[2\].*such as sort it"):
+            check_same_data(c, "b" if c.rank == 2 else "a", hint="sort it")
+        return True
+
+    assert all(ThreadWorld(4).run(check))

@@ -101,7 +101,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(saved, action):
 
 
 @pytest.mark.parametrize(
-    ("suffix", "most"), [(".safetensors", 6 << 20), (".pt", 6 << 20), (".weights.h5", 30 << 20)]
+    ("suffix", "most"), [(".safetensors", 6 << 20), (".weights.h5", 30 << 20)]
 )
 def test_consolidate_needs_little_memory(tmp_path, suffix, most):
     """Eight tensors of 24 MB: at most one of them in memory, and of some files not even that."""

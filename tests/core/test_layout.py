@@ -341,3 +341,25 @@ def test_spans_intersect_like_sets_of_integers(a, b):
     common = Span(*a).intersect(Span(*b))
     assert set(range(*common)) == set(range(*a)) & set(range(*b))
     assert common.length == len(range(*common))
+
+
+@given(layouts())
+def test_gaps_chains_and_lengths_agree_with_the_slots(layout):
+    for bucket in layout.buckets:
+        covered = [i for slot in bucket.slots for i in range(*slot.span)]
+        covered += [i for gap in bucket.gaps() for i in range(*gap)]
+        assert sorted(covered) == list(range(bucket.padded))
+        assert bucket.lengths == [span.length for span in bucket.spans()]
+        chain = layout.chain_of(bucket.index)
+        shared = {b for s in bucket.slots for b, _ in layout.slots_of[s.param]}
+        assert set(chain) == shared
+        assert chain == list(range(chain[0], chain[-1] + 1))
+
+
+@given(layouts(), st.integers(1, 40))
+def test_a_piece_is_cut_into_parts_and_joined_again(layout, length):
+    for piece in itertools.chain.from_iterable(layout.pieces(r) for r in range(layout.size)):
+        parts = list(piece.parts(length))
+        assert [i for p in parts for i in range(*p.param_span)] == list(range(*piece.param_span))
+        assert all(p.param_span.length == p.bucket_span.length <= length for p in parts)
+        assert parts[0].joined(parts[-1]) == piece

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-import time
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -11,26 +11,37 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerohvd.communication import weighting
+from zerohvd.communication.collectives import Handle
+from zerohvd.communication.rendezvous import Rendezvous
 from zerohvd.communication.rounds import Rounds, check_passes
+from zerohvd.errors import DisagreementError
 from zerohvd.layout import ParamSpec, build_layout
 from zerohvd.schedule import Schedule
 from zerohvd.testing import ThreadWorld
+from zerohvd.training.in_flight import InFlight
+from zerohvd.training.step import GradientStep, MustAgree
 
 IN_FLIGHT = 2
 
 
-class FakeReducer:
+class FakePending(NamedTuple):
+    bucket: int
+    handle: Handle
+    values: np.ndarray
+
+
+class FakeReducer(InFlight):
     """Sums whole buckets with allreduces; notes the order in which they leave."""
 
     def __init__(self, section):
+        super().__init__(IN_FLIGHT)
         self._section = section
         self.weight = None
         self.sent = []  # over all steps
-        self._pending = []
         self.begin_step()
 
     def begin_step(self):
-        assert not self._pending
+        assert not self.pending
         self.arrived = set()
         layout = self._section.layout
         self._taken = np.zeros(len(layout.params))
@@ -40,47 +51,25 @@ class FakeReducer:
         self.arrived.add(index)
         self._taken[index] += self._section.grads.pop(index)
 
-    def has_room(self, b, patience):
-        deadline = time.monotonic() + patience
-        while len(self._pending) >= IN_FLIGHT:
-            if not self._pending[0][1].done():
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(1e-3)
-            else:
-                self._end()
-        return True
-
-    def settle(self, patience):
-        deadline = time.monotonic() + patience
-        while self._pending:
-            if not self._pending[0][1].done():
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(1e-3)
-            else:
-                self._end()
-        return True
-
     def send(self, b):
-        while any(bucket == b for bucket, _, _ in self._pending):
-            self._end()
+        self.finish_earlier(b)
         members = [s.param for s in self._section.layout.buckets[b].slots]
         values = self._taken[members] * (1.0 if self.weight is None else self.weight)
         self._taken[members] = 0.0
         self.sent.append(b)
         name = f"{self._section.name}/b{b}"
         handle = self._section.collectives.allreduce_start(values, name=name)
-        self._pending.append((b, handle, values))
+        self.pending.append(FakePending(b, handle, values))
 
-    def finish(self):
-        while self._pending:
-            self._end()
+    def complete(self, pending):
+        pending.handle.wait()
+        self.sums[pending.bucket] += pending.values
 
-    def _end(self):
-        b, handle, values = self._pending.pop(0)
-        handle.wait()
-        self.sums[b] += values
+    def drop_full(self):
+        self._section.grads.clear()
+
+    def release(self):
+        pass
 
 
 class FakeSection:
@@ -94,6 +83,7 @@ class FakeSection:
         self.param_names = [s.name for s in specs]
         self.grads = {}
         self.off = ()
+        self.buckets = range(len(self.layout.buckets))
         self.reducer = FakeReducer(self)
 
     def frozen(self):
@@ -101,6 +91,9 @@ class FakeSection:
 
     def with_gradient(self):
         return sorted(self.grads)
+
+    def set_piece_grads(self, buckets):
+        self.result = self.totals()
 
     def totals(self):
         """Per parameter: the sum over ranks and passes."""
@@ -292,6 +285,169 @@ def test_numbers_of_passes_that_do_not(passes):
         check_passes(passes)
 
 
+# -- in flight -----------------------------------------------------------------------------------
+
+
+class FakeHandle:
+    def __init__(self, is_done=False):
+        self.is_done, self.waited = is_done, 0
+
+    def done(self):
+        return self.is_done
+
+    def wait(self):
+        self.waited += 1
+
+
+class Queue(InFlight):
+    def __init__(self, *buckets):
+        super().__init__(2)
+        self.pending.extend(FakePending(b, FakeHandle(), None) for b in buckets)
+        self.completed = []
+
+    def complete(self, pending):
+        pending.handle.wait()
+        self.completed.append(pending.bucket)
+
+
+def test_waiting_inside_a_backward_pass_ends_with_the_patience():
+    queue = Queue(4, 7)
+    assert not queue.has_room(9, 0.01) and not queue.settle(0.01)
+    assert queue.completed == []
+    queue.pending[0].handle.is_done = True
+    assert queue.has_room(9, 0.01)
+    assert not queue.has_room(7, 0.01)  # one name must not be in flight twice
+    assert queue.completed == [4]
+    queue.pending[0].handle.is_done = True
+    assert queue.settle(0.01) and queue.completed == [4, 7]
+
+
+def test_buckets_are_completed_in_the_order_in_which_they_left():
+    queue = Queue(0, 1, 2, 3)
+    queue.pending[1].handle.is_done = True
+    queue.reap()
+    assert queue.completed == []  # the first one is not done
+    queue.finish(1)
+    assert queue.completed == [0, 1]
+    queue.finish_earlier(5)
+    assert queue.completed == [0, 1]
+    queue.finish_earlier(2)
+    queue.finish()
+    assert queue.completed == [0, 1, 2, 3]
+
+
+# -- steps ---------------------------------------------------------------------------------------
+
+
+class FakeParam:
+    requires_grad = True
+
+
+class FakeInner:
+    def __init__(self, lr):
+        self.param_groups = [{"lr": lr}]
+
+
+class Step(GradientStep):
+    def __init__(self, c, lr=0.1, passes=1, stage=2):
+        agreed = MustAgree([[FakeParam()] * 5], FakeInner(lr), None)
+        rounds = Rounds(c, stage=stage, passes=passes, prefix="t")
+        super().__init__(
+            c, Rendezvous(c, "t/agree", None), agreed, rounds=rounds, prefix="t", average=True
+        )
+        self.section = FakeSection(c, "s", 5)
+        rounds.add(self.section)
+        self.sections.append(self.section)
+
+    def scale_sums(self, factor):
+        self.scaled = factor
+
+    def backward(self, params):
+        for index in params:
+            self.section.grads[index] = self.section.grads.get(index, 0.0) + 1.0
+            self.arrived(0, index)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 32])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_step_reduces_what_all_ranks_have_computed(size, stage):
+    def train(c):
+        step = Step(c, stage=stage)
+        results = []
+        for _ in range(3):
+            with step.no_sync():
+                step.backward([4, 1])
+            assert not step.begun
+            step.backward(range(c.rank % 5))  # one rank has no batch at all
+            step.send_rest()
+            step.await_reduced()
+            assert step.begun and step.synchronized
+            results.append(step.section.result)
+            with pytest.raises(RuntimeError, match="more than backward_passes_per_step"):
+                step.arrived(0, 0)
+            step.end()
+            assert not step.begun and not step.synchronized
+        norm = step.joint_norm([3.0, 4.0], 2.0, replicated=False)
+        largest = step.joint_norm([float(c.rank)], float("inf"), replicated=False)
+        return results, norm, largest, step.joint_norm([3.0, 4.0], 2.0, replicated=True)
+
+    wanted = [float(sum(1 for r in range(size) if i < r % 5)) for i in range(5)]
+    for index in (4, 1):
+        wanted[index] += size
+    for results, norm, largest, alone in ThreadWorld(size).run(train):
+        assert results == [wanted] * 3
+        assert norm == pytest.approx(5.0 * size**0.5) and alone == 5.0 and largest == size - 1
+
+
+def test_weighted_sums_are_divided_by_the_weight_of_all_ranks(no_weight_is_left):
+    weighting.weight(4)  # of all ranks: they are threads of one process
+
+    def train(c):
+        step = Step(c)
+        step.send_rest()
+        step.await_reduced()
+        return step.scaled
+
+    assert ThreadWorld(3).run(train) == [3 / 12] * 3
+
+
+def test_a_step_in_which_no_rank_has_a_sample_is_refused(no_weight_is_left):
+    weighting.weight(0)
+
+    def train(c):
+        step = Step(c)
+        step.send_rest()
+        with pytest.raises(ValueError, match="every rank gave weight 0"):
+            step.await_reduced()
+        return True
+
+    assert all(ThreadWorld(3).run(train))
+
+
+def test_a_weight_that_comes_late_is_refused(no_weight_is_left):
+    def train(c):
+        step = Step(c)
+        step.backward([4])
+        with pytest.raises(ValueError, match=r"step\(weight=2\) came after gradients had left"):
+            step.announce(2)
+        step.send_rest()
+        step.await_reduced()
+        return True
+
+    assert all(ThreadWorld(2).run(train))
+
+
+def test_ranks_with_other_learning_rates_are_told_so():
+    def train(c):
+        step = Step(c, lr=0.1 if c.rank else 0.2)
+        step.backward(range(5))
+        with pytest.raises(DisagreementError):
+            step.send_rest()
+        return True
+
+    assert all(ThreadWorld(3).run(train))
+
+
 # -- weights -------------------------------------------------------------------------------------
 
 
@@ -330,3 +486,18 @@ def test_a_held_weight_is_not_used_up():
     assert (announced.take(), announced.take()) == (2.0, 2.0)
     announced.clear()
     assert announced.take() is None
+
+
+def test_a_weight_holds_inside_what_was_wrapped_for_it():
+    announced, seen = weighting.Announced(), []
+    step = announced.holding(lambda: seen.append((announced.take(), announced.holds())))
+    step()
+    announced.announce(3.0)
+    step()
+    step()
+    assert seen == [(None, False), (3.0, True), (None, False)]
+    with announced.during(2.0):
+        announced.put_into_loss(seen)
+        assert announced.is_in_loss(seen) and not announced.is_in_loss(seen)
+        announced.put_into_loss(seen)
+    assert not announced.holds() and not announced.is_in_loss(seen)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from layout_cases import layouts
 
 from zerohvd.layout import ParamSpec, build_layout
-from zerohvd.schedule import Schedule
+from zerohvd.schedule import Schedule, cut_waves, exchange_rounds
 
 
 @st.composite
@@ -101,3 +101,33 @@ def test_a_gradient_that_comes_after_the_flush_sends_nothing_again():
     schedule = two_buckets()
     assert list(schedule.flush()) == [0, 1]
     assert list(schedule.ready(0)) == []
+
+
+def test_waves_hold_every_bucket_once_in_order_and_about_equal_bytes():
+    layouts = [
+        build_layout([ParamSpec(f"{n}.{i}", (100,)) for i in range(n)], 2, bucket_bytes=400)
+        for n in (3, 1, 6)
+    ]
+    for count in (1, 2, 3):
+        waves = cut_waves(layouts, count)
+        assert len(waves) == count
+        every = [(i, b) for wave in waves for i, buckets in wave for b in buckets]
+        assert every == [(i, b) for i, n in enumerate((3, 1, 6)) for b in range(n)]
+        sizes = [sum(len(buckets) for _, buckets in wave) for wave in waves]
+        assert max(sizes) <= -(-10 // count)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 500), min_size=1, max_size=9))
+def test_an_exchange_in_rounds_sends_every_element_once(lengths):
+    rounds = exchange_rounds(lengths, 16)
+    starts = [sum(lengths[:r]) for r in range(len(lengths))]
+    for rank, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        spans = [spans[rank] for spans in rounds]
+        assert [i for s in spans for i in range(*s)] == list(range(start, start + length))
+        assert all((s.start - start) % 16 == 0 for s in spans if s.length)
+    assert len(rounds) == 1 or all(any(s.length for s in spans) for spans in rounds)
+    # What a rank receives is about what it sends, however unequal the parts are.
+    for spans in rounds:
+        received = len(lengths) * max(s.length for s in spans)
+        assert received <= sum(lengths) + len(lengths) * 16

@@ -73,7 +73,7 @@ def test_an_environment_that_has_everything_passes(site):
 def test_the_oldest_supported_versions_pass(site):
     site.install("torch", "2.6.0")
     site.install("tensorflow", "2.16.0")
-    site.install("keras", "3.7.0")
+    site.install("keras", "3.9.0")
     site.horovod("torch", "tensorflow", version="0.27.0")
     versions.require_torch()
     versions.require_keras()
@@ -143,7 +143,7 @@ def test_a_horovod_without_reducescatter_is_too_old(site):
     ("module", "old", "wanted"),
     [
         ("tensorflow", "2.15.1", "TensorFlow >= 2.16"),
-        ("keras", "3.6.0", "Keras >= 3.7"),
+        ("keras", "3.8.0", "Keras >= 3.9"),
     ],
 )
 def test_old_versions_are_named_with_what_is_supported(site, module, old, wanted):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from zerohvd.checkpoint import Array, TensorInfo, session
+from zerohvd.checkpoint import session
 from zerohvd.checkpoint.format import absolute
 from zerohvd.checkpoint.manager import checkpoint_manager
 from zerohvd.checkpoint.reader import as_numpy
@@ -89,6 +89,8 @@ class KerasTraining:
     """
 
     framework = "keras"
+    to_array = staticmethod(to_array)
+    from_array = staticmethod(as_numpy)
 
     def __init__(self, model: Any, opt: Any = None, *, what: str = "CheckpointManager") -> None:
         if not hasattr(model, "variables") or not hasattr(model, "built"):
@@ -130,9 +132,3 @@ class KerasTraining:
 
     def target(self) -> KerasTarget:
         return KerasTarget(Holdings(self._model, self._optimizer))
-
-    def to_array(self, value: Any) -> Array | None:
-        return to_array(value)
-
-    def from_array(self, info: TensorInfo, data: Any) -> Any:
-        return as_numpy(info, data)

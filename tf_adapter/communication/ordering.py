@@ -9,11 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from zerohvd.layout import Layout
-
-# TensorFlow would hold copies of all gradients in flight. At most so many buckets are in flight at
-# a time, and only one until the gradients of so many buckets have been freed, which makes room.
-IN_FLIGHT = 2
-ROOM = 3
+from zerohvd.training.graph import IN_FLIGHT, buckets_alone
 
 
 def after(*done: Any) -> contextlib.AbstractContextManager[Any]:
@@ -34,20 +30,10 @@ class Window:
     """Limits how many buckets are in flight."""
 
     def __init__(self, layout: Layout) -> None:
-        self._alone = _buckets_alone([b.nbytes for b in layout.buckets])
+        self._alone = buckets_alone(layout)
 
     def after(self, started: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
         """A context that waits until there is room beside `started`, one entry per bucket."""
         ahead = 1 if len(started) < self._alone else IN_FLIGHT
         last = started[len(started) - ahead :][:1] if len(started) >= ahead else []
         return after(last)
-
-
-def _buckets_alone(sizes: Sequence[int]) -> int:
-    """How many buckets run one after the other, until enough gradients have been freed."""
-    freed = 0
-    for index, size in enumerate(sizes):
-        if freed >= ROOM * max(sizes):
-            return index
-        freed += size
-    return len(sizes)

@@ -12,24 +12,28 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from zerohvd.communication.collectives import Collectives, HorovodCollectives, SingleProcess
+from zerohvd.communication.collectives import (
+    Collectives,
+    HorovodCollectives,
+    SingleProcess,
+    check_registered,
+)
 from zerohvd.communication.instances import agree_on_instance
 from zerohvd.communication.traffic import StepTraffic
 from zerohvd.keras.communication import arrays
 from zerohvd.keras.communication.ordering import after
+from zerohvd.schedule import exchange_rounds
 
 # A tensor smaller than this may be a constant (a flag, a count, a norm); gradients never are.
 _SMALL = 4096
+# Elements: TensorFlow slices without a copy at multiples of 64 bytes.
+_ALIGN = 16
 
 
 def join(process_set: Any = None) -> Collectives:
     """Eager collectives of this rank in `process_set`; a rank outside of it is alone."""
     if hvd.is_initialized() and process_set is not None:
-        if process_set.process_set_id is None:
-            raise ValueError(
-                f"process_set {process_set} is not registered: pass it to "
-                "hvd.init(process_sets=[...]) or hvd.add_process_set() first"
-            )
+        check_registered(process_set)
         if not process_set.included():
             return SingleProcess()
     return HorovodCollectives(hvd, arrays, process_set)
@@ -170,22 +174,17 @@ class Wire:
         return tf.nn.bias_add(arrays.widen(received)[None], arrays.widen(x[start : start + own]))[0]
 
     def _add_in_rounds(self, x: Any, lengths: Sequence[int], name: str) -> Any:
-        """`_exchange_and_add` in rounds of which every rank receives about as much as it sends.
-
-        In a single round, a rank that owns all of `x` would hold one copy of it per rank.
-        """
-        rounds = max(1, -(-self.size * max(lengths) // max(1, sum(lengths))))
-        starts = [sum(lengths[:rank]) for rank in range(self.size)]
+        """`_exchange_and_add` in rounds, which bound the memory for what is received."""
         sums: list[Any] = []
-        for i in range(rounds):
-            cuts = [_share(length, i, rounds) for length in lengths]
-            parts = [x[s + a : s + b] for s, (a, b) in zip(starts, cuts, strict=True) if b > a]
-            sent = x if rounds == 1 else parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+        rounds = exchange_rounds(lengths, _ALIGN)
+        for i, spans in enumerate(rounds):
+            parts = [x[span.start : span.stop] for span in spans if span.length]
+            sent = x if len(rounds) == 1 else parts[0] if len(parts) == 1 else tf.concat(parts, 0)
             with after(sums[-1:]):
-                received = self._alltoall(sent, [b - a for a, b in cuts], f"{name}/{i}")
-            received.set_shape([self.size * (cuts[self.rank][1] - cuts[self.rank][0])])
+                received = self._alltoall(sent, [s.length for s in spans], f"{name}/{i}")
+            received.set_shape([self.size * spans[self.rank].length])
             sums.append(arrays.sum_parts(arrays.widen(received), self.size))
-        return sums[0] if rounds == 1 else tf.concat(sums, 0)
+        return sums[0] if len(rounds) == 1 else tf.concat(sums, 0)
 
     def _alltoall(self, x: Any, splits: Sequence[int], name: str) -> Any:
         bits = arrays.bits(x) if x.dtype == tf.bfloat16 else x
@@ -196,9 +195,3 @@ class Wire:
 def _new_mark() -> tf.Variable:
     with tf.init_scope():
         return tf.Variable(-1, dtype=tf.int64, trainable=False, name="mark")
-
-
-def _share(length: int, index: int, count: int) -> tuple[int, int]:
-    """The range of the `index`-th of `count` parts, which start at multiples of 64 bytes."""
-    part = -(-length // (16 * count)) * 16
-    return min(length, index * part), min(length, (index + 1) * part)

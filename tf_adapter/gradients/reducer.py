@@ -7,13 +7,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from zerohvd.errors import DisagreementError
 from zerohvd.keras.communication.ordering import Window, after
 from zerohvd.keras.gradients import sparse
 from zerohvd.keras.params import buffers
 from zerohvd.keras.params.pieces import variable_path
 from zerohvd.keras.params.shards import ShardedVariables
-from zerohvd.layout import Bucket, Piece, Span
+from zerohvd.layout import Bucket, Piece
+from zerohvd.training.present import agree_on_present, check_present
 
 _Function = Callable[[Any], Any]
 
@@ -59,24 +59,9 @@ class GradReducer:
         first = self.present is None
         if self.present is None:
             with tf.init_scope():
-                found = self.shards.wire.eager.allgather_object(
-                    [weighted, mine], name="zero/agree/present"
-                )
-            if len({w for w, _ in found}) > 1:
-                with_weight = [rank for rank, (w, _) in enumerate(found) if w]
-                raise DisagreementError(
-                    f"only ranks {with_weight} say how much they count in the first step: either "
-                    "all ranks call zero.weight, or train on what zero.shard_dataset gave them, "
-                    "or none"
-                )
-            self.present = frozenset(i for _, indices in found for i in indices)
-        late = [variable_path(self.shards.variables[i]) for i in mine if i not in self.present]
-        if late:
-            raise ValueError(
-                f"gradients for {late} came after a first step without them on any rank; "
-                "give the optimizer all variables that it will ever update in the first step, "
-                "or use one optimizer per group of variables"
-            )
+                ranks = self.shards.wire.eager
+                self.present = agree_on_present(ranks, mine, weighted=weighted)
+        check_present(mine, self.present, [variable_path(v) for v in self.shards.variables])
         return first
 
     def updates(self, param: int) -> bool:
@@ -167,7 +152,7 @@ class Reduction:
             return self._mean(total, pieces[0].dtype) if pieces else total
 
         if sparse.applies(bucket, self._shards.layout.params[param], grads[param]):
-            together = [_together(owned)] if owned else []
+            together = [owned[0].joined(owned[-1])] if owned else []
             found = self._sparse(bucket, grads, together)
             if owned:
                 total, start = mean(found[0]), together[0].param_span.start
@@ -221,8 +206,8 @@ class Reduction:
         if shards.layout.size == 1:
             reduced = wire.allreduce(packed, shards.name_of(bucket, "allreduce"))
         else:
-            lengths = [span.length for span in bucket.spans()]
-            reduced = wire.reducescatter(packed, lengths, shards.name_of(bucket, "reducescatter"))
+            name = shards.name_of(bucket, "reducescatter")
+            reduced = wire.reducescatter(packed, bucket.lengths, name)
         if not any(self._reducer.updates(p.param) for p in pieces):
             wire.keep(reduced)
         # TensorFlow scales the whole tensor in place; slices of it would be copied.
@@ -268,12 +253,3 @@ def _scaled(grad: Any, factor: Any) -> Any:
     if grad is None or factor is None:
         return grad
     return grad * tf.cast(factor, grad.dtype)
-
-
-def _together(parts: Sequence[Piece]) -> Piece:
-    """The piece that `parts`, which follow each other in one parameter, are cut from."""
-    first, last = parts[0], parts[-1]
-    return first._replace(
-        param_span=Span(first.param_span.start, last.param_span.stop),
-        bucket_span=Span(first.bucket_span.start, last.bucket_span.stop),
-    )

@@ -20,9 +20,11 @@ from zerohvd.keras import compat
 from zerohvd.keras.communication.wire import Wire, join
 from zerohvd.keras.optimizer import averages, partition, state, weighting
 from zerohvd.keras.optimizer.step import ShardedStep
-from zerohvd.keras.params import broadcasting, layouts
+from zerohvd.keras.params import broadcasting
+from zerohvd.keras.params.layouts import specs_of
 from zerohvd.keras.params.pieces import PieceVariable, owned_pieces, tf_variable
 from zerohvd.launchers import check_ranks
+from zerohvd.training.graph import lay_out
 
 # What belongs to the inner optimizer, and is read and set there.
 _DELEGATED = (
@@ -133,7 +135,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             everyone = wire.eager.allgather_object(tables, name="zero/agree/tables")
             rows = {i for found in everyone for i in found}
             how = partition.choose(self.inner_optimizer, self.config.partition)
-            layout = layouts.lay_out(variables, how, self.config, wire.size, rows)
+            specs = specs_of(variables, rows)
+            layout = lay_out(specs, how, self.config, wire.size)
             # Keras numbers names by the order of creation, which may differ between ranks.
             options = {k: v for k, v in self.inner_optimizer.get_config().items() if k != "name"}
             settings = {

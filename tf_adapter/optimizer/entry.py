@@ -57,10 +57,9 @@ def _first_operation(step: ShardedStep) -> str:
     wire, bucket = step.wire, step.layout.buckets[0]
     if step.reducer.local_sums and step.reducer.weighted:
         return "HorovodAllreduce" if step.eager else step.reducer.weight_name
-    lengths = {span.length for span in bucket.spans()}
     narrow = tf.as_dtype(step.config.reduce_dtype or bucket.dtype).size == 2
     whole = step.layout.size == 1
-    native = hvd.nccl_built() and not narrow and len(lengths) == 1
+    native = hvd.nccl_built() and not narrow and len(set(bucket.lengths)) == 1
     if step.eager:
         # TensorFlow calls an operation outside of graphs by its kind.
         kind = "Allreduce" if whole and not narrow else "Reducescatter" if native else "Alltoall"

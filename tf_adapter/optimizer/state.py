@@ -7,7 +7,7 @@ were built on (`_momentums`, `_velocities`, ...), and everything else in single 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -18,6 +18,7 @@ from zerohvd.errors import ShardedStateError
 from zerohvd.keras import compat
 from zerohvd.keras.communication import arrays
 from zerohvd.keras.params.pieces import PieceVariable
+from zerohvd.training import state as core
 
 Array = np.ndarray[Any, Any]
 MASTER = "master"  # stands for a list of slots in keys: the wide copies of 16-bit variables
@@ -41,18 +42,16 @@ class PieceSlot(NamedTuple):
         return tuple(self.variable.shape) == tuple(self.piece.shape)
 
     @property
-    def whole_shape(self) -> list[int]:
-        """The shape of the slots of all pieces of the variable together."""
-        return list(self.variable.shape if self.piece.whole else self.piece.spec.shape)
+    def described(self) -> core.PieceValue:
+        """The same as the core knows it."""
+        kind = core.ELEMENT if self.is_elementwise else core.TENSOR
+        shape = None if self.is_elementwise else list(self.variable.shape)
+        dtype = arrays.dtype_name(self.variable)
+        return core.PieceValue(self.piece.piece, self.kind, kind, dtype, shape, self.variable)
 
     def check_divisible(self) -> None:
         """Raise if the slots of several pieces cannot be joined."""
-        if not self.piece.whole and not self.is_elementwise:
-            raise ShardedStateError(
-                f"{self.key} has shape {self.variable.shape} for a piece of {self.piece.path!r} "
-                f"of shape {self.piece.shape}: pieces cannot be put together again. Use "
-                'partition="parameter" with this optimizer.'
-            )
+        core.check_joinable(self.described, self.piece.spec)
 
 
 def slots(optimizer: Any) -> list[PieceSlot]:
@@ -98,47 +97,44 @@ def slot_bytes(optimizer: Any) -> dict[str, int]:
 
 def local_state(optimizer: Any) -> dict[str, Array]:
     """The whole state, where every rank holds all of it."""
-    state = {key: np.asarray(v) for key, v in scalars(optimizer).items()}
-    for slot in slots(optimizer):
-        shape = slot.piece.spec.shape if slot.is_elementwise else slot.variable.shape
-        state[slot.key] = slot.variable.numpy().reshape(shape)
-    return {key: _storable(value) for key, value in state.items()}
+    return _whole_state(optimizer, None)
 
 
 def whole_state(optimizer: Any, root: int = 0) -> dict[str, Array] | None:
     """Everything, on rank `root`; None elsewhere. All ranks must call it."""
+    state = _whole_state(optimizer, root)
+    return state if optimizer.step.wire.rank == root else None
+
+
+def _whole_state(optimizer: Any, to: int | None) -> dict[str, Array]:
     step = optimizer.step
-    if step.layout.size == 1:
-        return local_state(optimizer) if step.wire.rank == root else None
-    mine: dict[str, list[PieceSlot]] = {}
-    for slot in slots(optimizer):
-        slot.check_divisible()
-        mine.setdefault(slot.key, []).append(slot)
-    described = {k: [s[0].variable.dtype.name, s[0].whole_shape] for k, s in mine.items()}
-    everyone = step.wire.eager.allgather_object(described, name="zero/state/keys")
+    held = [slot.described for slot in slots(optimizer)]
+    whole = core.collect_state(
+        step.wire.eager, step.layout, held, _StateArrays(), to=to, prefix=step.wire.prefix
+    )
     state = {key: np.asarray(v) for key, v in scalars(optimizer).items()}
-    for key in sorted(set().union(*everyone)):
-        dtype, shape = next(d[key] for d in everyone if key in d)
-        value = _gather(step.wire.eager, mine.get(key, []), tf.as_dtype(dtype))
-        if step.wire.rank == root:
-            state[key] = value.reshape(shape)
-    if step.wire.rank != root:
-        return None
+    for param, values in whole.items():
+        state.update((f"slots:{kind}:{param}", value) for kind, value in values.items())
     return {key: _storable(value) for key, value in state.items()}
 
 
-def _gather(ranks: Any, mine: list[PieceSlot], dtype: Any) -> Array:
-    """The slots of all ranks' pieces of one variable, in the order of the pieces."""
-    flats = [tf.reshape(s.variable, [-1]) for s in mine]
-    sent = tf.concat(flats, 0) if flats else tf.zeros([0], dtype)
-    places = [[s.piece.piece.param_span.start, arrays.numel(s.variable)] for s in mine]
-    everyone = ranks.allgather_object(places, name="zero/state/spans")
-    values = ranks.to_numpy(ranks.allgather(sent, name="zero/state/values"))
-    found, at = {}, 0
-    for start, length in (place for places in everyone for place in places):
-        found[start] = values[at : at + length]
-        at += length
-    return np.concatenate([found[start] for start in sorted(found)])
+class _StateArrays:
+    """Numpy's arrays in TensorFlow's dtypes, for the core; see `core.StateArrays`."""
+
+    def empty(self, shape: Sequence[int], dtype: str) -> Array:
+        return np.empty(tuple(shape), tf.as_dtype(dtype).as_numpy_dtype)
+
+    def zeros(self, length: int, dtype: str, bucket: int) -> Array:
+        return np.zeros(length, tf.as_dtype(dtype).as_numpy_dtype)
+
+    def flatten(self, x: Any) -> Array:
+        return arrays.to_numpy(x).reshape(-1)
+
+    def scalar(self, value: Any, dtype: str) -> Array:
+        return np.array(value, tf.as_dtype(dtype).as_numpy_dtype)
+
+    to_wire = staticmethod(arrays.from_numpy)
+    to_host = staticmethod(arrays.to_numpy)
 
 
 def _storable(value: Array) -> Array:
@@ -159,16 +155,9 @@ def load_state(optimizer: Any, stored: Mapping[str, Array]) -> None:
     for slot in mine:
         if slot.key not in stored:
             continue
-        value = np.asarray(stored[slot.key])
-        if not slot.piece.whole:
-            start, stop = slot.piece.piece.param_span
-            value = value.reshape(-1)[start:stop]
-        if value.size != arrays.numel(slot.variable):
-            raise ShardedStateError(
-                f"{slot.key} was stored with shape {np.shape(stored[slot.key])}, which does not "
-                f"fit {slot.piece.path!r} of shape {slot.piece.spec.shape}"
-            )
-        slot.variable.assign(tf.cast(value.reshape(slot.variable.shape), slot.variable.dtype))
+        value, shape = np.asarray(stored[slot.key]), slot.variable.shape
+        part = core.part_of(value, slot.piece.piece, slot.piece.spec, shape, slot.key)
+        slot.variable.assign(tf.cast(part, slot.variable.dtype))
 
 
 def check_scalars(optimizer: Any, stored: Mapping[str, Array]) -> None:
@@ -177,12 +166,8 @@ def check_scalars(optimizer: Any, stored: Mapping[str, Array]) -> None:
 
 
 def _check_has(optimizer: Any, wanted: set[str], stored: Mapping[str, Array]) -> None:
-    missing = sorted(wanted - set(stored) - {_LEARNING_RATE})
-    if missing:
-        raise ShardedStateError(
-            f"the stored optimizer state lacks {missing[:3]} (of {len(missing)} missing): it was "
-            f"saved by another kind of optimizer than {type(optimizer.inner_optimizer).__name__}"
-        )
+    inner = type(optimizer.inner_optimizer).__name__
+    core.check_complete(wanted - {_LEARNING_RATE}, stored, inner)
 
 
 def load_scalars(optimizer: Any, stored: Mapping[str, Array]) -> None:

@@ -7,7 +7,7 @@ tensor that the next allgather sends. Only 16-bit variables keep a wider master.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -15,14 +15,9 @@ import tensorflow as tf
 from zerohvd.config import ZeroConfig
 from zerohvd.keras.compat import variable_key
 from zerohvd.keras.params import buffers
-from zerohvd.layout import Layout, ParamSpec, Piece, Span
+from zerohvd.layout import Layout, ParamSpec, Piece
 from zerohvd.numerics import master_dtype
-
-# An update allocates up to eight tensors of the size of what it updates. A rank's shard is updated
-# in parts of 1/8 of a bucket, so that these temporaries take one bucket, and fit into the caches.
-# Below the least size, the overhead per operation would exceed the operation.
-_PARTS = 8
-_LEAST_PART_BYTES = 64 * 1024
+from zerohvd.training.graph import updated_pieces
 
 
 def tf_variable(variable: Any) -> Any:
@@ -153,14 +148,9 @@ def owned_pieces(
     layout: Layout, variables: Sequence[Any], rank: int, config: ZeroConfig
 ) -> list[PieceVariable]:
     """What `rank` owns and updates, in the layout's order."""
-    shared = layout.size > 1
-    owned: list[Piece] = list(layout.pieces(rank if shared else 0))
-    if shared and layout.partition == "flat":
-        most = max(_LEAST_PART_BYTES, config.bucket_bytes // _PARTS)
-        owned = [part for piece in owned for part in _parts(piece, most)]
     found: list[PieceVariable] = []
     chunks: dict[int, int] = {}
-    for piece in owned:
+    for piece in updated_pieces(layout, rank, config):
         spec = layout.params[piece.param]
         dtype = master_dtype(spec.dtype, config.master_dtype)
         chunk = chunks.get(piece.param, 0)
@@ -169,17 +159,3 @@ def owned_pieces(
         if dtype != spec.dtype:
             found[-1].make_master()
     return found
-
-
-def _parts(piece: Piece, most: int) -> Iterator[Piece]:
-    """The piece in parts of at most `most` bytes of float32.
-
-    They start at multiples of 64 bytes, where TensorFlow slices without a copy.
-    """
-    length = most // 64 * 16
-    for start in range(0, piece.param_span.length, length):
-        part = Span(start, min(start + length, piece.param_span.length))
-        yield piece._replace(
-            param_span=part.shift(piece.param_span.start),
-            bucket_span=part.shift(piece.bucket_span.start),
-        )

@@ -92,6 +92,5 @@ class ShardedVariables:
         if not pieces:
             with after(wait_for):
                 shard = self.wire.live(shard)
-        lengths = [span.length for span in bucket.spans()]
-        full = self.wire.allgather(shard, lengths, self.name_of(bucket, "allgather"))
+        full = self.wire.allgather(shard, bucket.lengths, self.name_of(bucket, "allgather"))
         return assembly.add(bucket, full)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zerohvd.checkpoint import Array, TensorInfo, session, together
+from zerohvd.checkpoint import session, together
 from zerohvd.checkpoint.format import absolute
 from zerohvd.checkpoint.manager import checkpoint_manager
 from zerohvd.communication.rendezvous import Call
@@ -101,6 +101,8 @@ class TorchTraining:
     """
 
     framework = "torch"
+    to_array = staticmethod(to_array)
+    from_array = staticmethod(from_array)
 
     def __init__(
         self,
@@ -145,11 +147,6 @@ class TorchTraining:
         held = Holdings(self._model, self._holder)
         return TorchTarget(held, self._opt, self._schedulers, self._scaler)
 
-    def to_array(self, value: Any) -> Array | None:
-        return to_array(value)
-
-    def from_array(self, info: TensorInfo, data: Any) -> torch.Tensor:
-        return from_array(info, data)
 
 
 def _several(value: Any) -> Sequence[Any] | None:

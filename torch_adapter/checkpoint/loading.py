@@ -107,7 +107,7 @@ class TorchTarget:
     def _plan_state(self, opt: ZeroOptimizer, plan: LoadPlan, stored: session.Stored) -> None:
         """The inner optimizer's state and options."""
         values = stored.manifest.values
-        state: dict[torch.nn.Parameter, State] = {}
+        state: dict[torch.Tensor, State] = {}
         for piece in self._held.pieces:
             found = plan.matching.states(piece.name)
             if piece.param is None or (not found and piece.name not in values):
@@ -143,6 +143,7 @@ class TorchTarget:
             return memory.view(shape)
         if not fits:
             present = torch.empty(shape, dtype=dtype, device=piece.param.device)
+        assert isinstance(present, torch.Tensor)
         plan.fill(Slot(piece.name, shape, span, name, _copy_to(present)), [(info, 1.0)])
         return present
 
@@ -226,7 +227,7 @@ def _decode_values(
 
 def _put_state(
     opt: ZeroOptimizer,
-    state: Mapping[torch.nn.Parameter, State],
+    state: Mapping[torch.Tensor, State],
     frozen: Mapping[torch.nn.Parameter, State],
     groups: Sequence[State],
 ) -> None:

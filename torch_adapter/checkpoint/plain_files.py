@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,10 +12,12 @@ import numpy as np
 import torch
 
 from zerohvd.checkpoint import ArraySource, CheckpointError, TensorInfo
+from zerohvd.checkpoint.offline.consolidate import Blocks
 from zerohvd.layout import Span
-from zerohvd.torch.checkpoint.tensors import raw
+from zerohvd.torch.checkpoint.tensors import from_array, raw
 from zerohvd.torch.communication import arrays
 
+_ALIGNMENT = 64  # more than any dtype needs
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 # Where training scripts put the model's weights in a larger dict.
 _INSIDE = ("state_dict", "model_state_dict", "model")
@@ -45,6 +48,32 @@ def open_torch_file(path: Path) -> ArraySource:
         return raw(tensor.view(-1)[span.start : span.stop])
 
     return ArraySource(infos, fetch)
+
+
+def write_state_dict(path: Path, tensors: Mapping[str, TensorInfo], blocks: Blocks) -> None:
+    """Write a file that torch.load reads; tied tensors are stored once.
+
+    torch.save takes whole tensors, so these are views of a temporary file beside `path`, as large
+    as the model: the pages of its mapping can leave memory at any time.
+    """
+    distinct = {info.key: info for info in tensors.values()}
+    with tempfile.TemporaryFile(dir=path.parent) as scratch:
+        at: dict[str, int] = {}
+        for info in distinct.values():
+            scratch.write(bytes(-scratch.tell() % _ALIGNMENT))
+            at[info.key] = scratch.tell()
+            for block in blocks(info):
+                scratch.write(block)
+        scratch.flush()
+        stored = {key: _mapped(scratch, info, at[key]) for key, info in distinct.items()}
+        torch.save({name: stored[info.key] for name, info in tensors.items()}, path)
+
+
+def _mapped(file: Any, info: TensorInfo, offset: int) -> torch.Tensor:
+    if not info.nbytes:
+        return from_array(info, np.empty(0, np.uint8))  # nothing to map
+    # Copy-on-write, because torch warns of memory that it must not write.
+    return from_array(info, np.memmap(file, np.uint8, "c", offset, info.nbytes))
 
 
 def _find(loaded: Any, path: Path) -> Mapping[str, Any]:

@@ -46,8 +46,10 @@ def to_array(value: Any) -> Array | None:
 
 def from_array(info: TensorInfo, data: np.ndarray) -> torch.Tensor:
     """For `Reader.decode`."""
-    flat = torch.from_numpy(data).view(arrays.dtype_of(info.dtype))
-    return flat.reshape(info.shape)
+    dtype = arrays.dtype_of(info.dtype)
+    if not info.nbytes:  # torch refuses to view empty arrays as another dtype
+        return torch.empty(info.shape, dtype=dtype)
+    return torch.from_numpy(data).view(dtype).reshape(info.shape)
 
 
 class TorchStaging:
@@ -70,7 +72,7 @@ class TorchStaging:
         self, memory: torch.Tensor, stored: str, factor: float | None
     ) -> memoryview | Callable[[int, memoryview], None]:
         if arrays.dtype_name(memory) == stored and factor is None:
-            return memoryview(raw(memory))
+            return raw(memory).data
         dtype = arrays.dtype_of(stored)
 
         def take(start: int, block: memoryview) -> None:

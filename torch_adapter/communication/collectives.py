@@ -10,7 +10,13 @@ import horovod.torch as hvd
 import torch
 from horovod.torch import mpi_ops
 
-from zerohvd.communication.collectives import Done, Handle, HorovodCollectives, SingleProcess
+from zerohvd.communication.collectives import (
+    Done,
+    Handle,
+    HorovodCollectives,
+    SingleProcess,
+    check_registered,
+)
 from zerohvd.launchers import check_ranks
 from zerohvd.torch import compat
 from zerohvd.torch.communication import arrays
@@ -194,11 +200,7 @@ def join(process_set: Any = None) -> TorchCollectives | LocalCollectives:
         raise RuntimeError("Horovod is not initialised: call horovod.torch.init() first")
     check_ranks(os.environ, hvd.size())
     members = hvd.global_process_set if process_set is None else process_set
-    if members.process_set_id is None:
-        raise ValueError(
-            f"process_set {members} is not registered: pass it to hvd.init(process_sets=[...]) "
-            "or hvd.add_process_set() first"
-        )
+    check_registered(members)
     if not members.included() or members.size() == 1:
         return LocalCollectives()
     return TorchCollectives(members)

@@ -1,75 +1,26 @@
-"""The gradients of an optimizer: one owner from their arrival to this rank's reduced shards.
-
-A step *begins* with the first gradient of a backward pass, or with `step()` on a rank that had no
-batch; it is *synchronized* when this rank's pieces hold the reduced gradients, and *ends* when they
-have been applied or dropped.
-"""
+"""The gradients of an optimizer: one owner from their arrival to this rank's reduced shards."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+import math
+from collections.abc import Callable, Iterator
 
 import torch
 
-from zerohvd.communication import weighting
-from zerohvd.communication.rendezvous import Call, Rendezvous
+from zerohvd.communication.rendezvous import Rendezvous
 from zerohvd.communication.rounds import Rounds
 from zerohvd.numerics import clip_factor
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
 from zerohvd.torch.gradients.hooks import GradHooks
-from zerohvd.torch.gradients.reduced import ReducedGrads
 from zerohvd.torch.gradients.section import Section
+from zerohvd.training.step import GradientStep, MustAgree
 
 
-class MustAgree:
-    """What must be the same on all ranks in every step, as this rank sees it now.
-
-    Holds no reference to the optimizer: a cycle would keep one that was deleted alive until the
-    garbage collector runs, and its parameters would still belong to it.
-
-    Attributes:
-        loads: How often the optimizer's state has been loaded.
-    """
-
-    def __init__(
-        self,
-        groups: Sequence[Sequence[torch.nn.Parameter]],
-        inner: torch.optim.Optimizer,
-        model: HasLoads | None,
-    ) -> None:
-        self._groups, self._inner, self._model = groups, inner, model
-        self.loads = 0
-
-    def trainable(self) -> Iterator[bool]:
-        """Per parameter, whether it requires a gradient."""
-        return (param.requires_grad for group in self._groups for param in group)
-
-    def options(self) -> str:
-        """What would let the ranks drift apart if it differed."""
-        rates = [g.get("lr") for g in self._inner.param_groups]
-        loads = self.loads + (0 if self._model is None else self._model.loads)
-        return repr([loads, [r for r in rates if isinstance(r, float)]])
-
-
-class HasLoads(Protocol):
-    """A sharded model: knows how often its state has been loaded."""
-
-    loads: int
-
-
-class Gradients:
+class Gradients(GradientStep[Section]):
     """Takes gradients as backward passes make them, reduces them, and gives pieces theirs.
 
     Attributes:
-        sections: The parameters, in the order in which they were added.
-        begun: The other ranks have been told that a step is under way.
-        synchronized: The pieces hold the reduced gradients of the step.
-        weight: How much this rank counts in the step; None: as much as any other.
         clipped: The reduced gradients have been clipped.
-        average: Gradients are averaged over the ranks; else they are summed.
-        rounds: Which gradients leave when.
         sentinel: What GradScaler sees of a rank that owns no piece: one element that never changes.
     """
 
@@ -85,27 +36,19 @@ class Gradients:
         average: bool,
         before_rest: Callable[[], None] | None = None,
     ) -> None:
-        """
-        Args:
-            rendezvous: Where ranks compare what they are about to do.
-            agreed: What they compare.
-            stage: Of ZeRO.
-            passes: Backward passes per step.
-            prefix: Of the names of collectives.
-            average: Whether gradients are averaged over the ranks.
-            before_rest: Called when all ranks have come to the end of a step, before they send what
-                is left of it.
-        """
-        self.sections: list[Section] = []
-        self.average = average
-        self._rendezvous, self._agreed, self._before_rest = rendezvous, agreed, before_rest
-        self.rounds = Rounds(collectives, stage=stage, passes=passes, prefix=prefix)
-        self._reduced = ReducedGrads(self.sections, collectives, prefix, replicated=stage == 0)
+        """See `GradientStep`; `stage` is that of ZeRO, `passes` the backward passes per step."""
+        self._replicated = stage == 0
         self._hooks: list[GradHooks] = []
-        self._accumulate_only = False
-        self._log, self._log_is_stale = collectives.log, False
         self.sentinel = torch.nn.Parameter(torch.zeros(1))
-        self._reset()
+        super().__init__(
+            collectives,
+            rendezvous,
+            agreed,
+            rounds=Rounds(collectives, stage=stage, passes=passes, prefix=prefix),
+            prefix=prefix,
+            average=average,
+            before_rest=before_rest,
+        )
 
     def add(self, section: Section) -> None:
         """Take the gradients of more parameters."""
@@ -117,133 +60,70 @@ class Gradients:
         """Let go of the parameters."""
         for hooks in self._hooks:
             hooks.remove()
-        for section in self.sections:
-            section.reducer.release()
+        self.release()
 
-    def _reset(self) -> None:
-        self.begun = False
-        self.synchronized = False
-        self.weight: float | None = None
+    def reset(self) -> None:
+        super().reset()
         self.clipped = False
         self._overflow: bool | None = None  # agreed by all ranks; None: nobody has asked
 
-    # -- arrival -----------------------------------------------------------------------------------
-
-    def arrived(self, section: int, index: int) -> None:
-        """A backward pass has added to the gradient of a parameter."""
-        if self.synchronized:
-            self.rounds.refuse(section, index)
-        if not self.begun:
-            for each in self.sections:
-                each.reducer.release()
-        if self._accumulate_only:
-            self.rounds.accumulated(section, index)
-            return
-        self.begin()
-        weighting.check_unchanged(self.weight)
-        self.rounds.arrived(section, index)
-
-    def begin(self) -> None:
-        """Tell the other ranks that a step is under way, once; does not wait for them."""
-        if self.begun:
-            return
-        self.begun = True
-        self.renew_log()
-        self.weight = weighting.announced()
-        if self.weight is not None and not self.average:
-            raise ValueError(weighting.NEEDS_AVERAGE)
-        self.rounds.weight = self.weight
-        self.rounds.notice_frozen()
-        self._rendezvous.open(
-            Call.STEP,
-            self._agreed.trainable(),
-            weighted=self.weight is not None,
-            passes=self.rounds.passes,
-            options=self._agreed.options(),
-        )
-
-    def renew_log(self) -> None:
-        """Start the log of collectives anew, if nothing has been moved since the last step."""
-        if self._log_is_stale:
-            self._log.reset()
-            self._log_is_stale = False
-
-    def announce(self, weight: float) -> None:
-        """Say how much this rank counts; gradients must not have left yet."""
-        value = weighting.check_weight(weight)
-        if self.begun and self.weight != value:
-            raise ValueError(
-                f"step(weight={weight!r}) came after gradients had left without it. Say "
-                "zero.weight(n) before the backward pass, or run the backward pass under "
-                "`with opt.no_sync():`"
-            )
-        weighting.weight(value)
-
-    def compare_and_restart(self) -> None:
-        """Wait for the other ranks to begin the same step, then let it begin anew: parameters are
-        about to be added to it."""
-        self.begin()
-        self._rendezvous.check()
-        self.begun = False
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only add to the full gradients; nothing is moved."""
-        before, self._accumulate_only = self._accumulate_only, True
-        try:
-            yield
-        finally:
-            self._accumulate_only = before
-
-    # -- reduction ---------------------------------------------------------------------------------
-
-    def send_rest(self) -> None:
-        """Send all that has not left yet; all ranks must call it."""
-        self.begin()
-        weighting.check_unchanged(self.weight)
-        self._rendezvous.check()  # before waiting for buckets that other ranks may never send
-        if self._before_rest is not None:
-            self._before_rest()
-        self.rounds.send_rest()
+    # -- the reduced gradients of this rank's pieces -----------------------------------------------
 
     def await_reduced(self) -> None:
-        """Give this rank's pieces the reduced gradients, after `send_rest`."""
+        super().await_reduced()
         for section in self.sections:
-            section.reducer.finish()
-            section.reducer.drop_full()
-        self.synchronized = True
-        if self.weight is not None:
-            self._reduced.divide_by_weights(self.weight)
-        for section in self.sections:
-            section.set_piece_grads(section.buckets)
+            section.reducer.show_to_user()
         self.sentinel.grad = torch.zeros(1)
+
+    def scale_sums(self, factor: float) -> None:
+        for section in self.sections:
+            for shard in section.reducer.shards:
+                if shard is not None:
+                    shard.mul_(factor)
+
+    def _reduced(self) -> Iterator[torch.Tensor]:
+        for section in self.sections:
+            for owned in section.owned:
+                if owned.tensor.grad is not None:
+                    yield owned.tensor.grad
 
     def norm(self, p: float) -> float:
         """The p-norm of the reduced gradients of all ranks together."""
-        return self._reduced.global_norm(p)
+        norms = [torch.linalg.vector_norm(g, p, dtype=_wide(g)) for g in self._reduced()]
+        return self.joint_norm([n.item() for n in norms], p, replicated=self._replicated)
 
     def clip(self, norm: float, max_norm: float) -> None:
         """Scale the reduced gradients, which have this norm, to at most `max_norm`."""
         self.clipped = True
         factor = clip_factor(norm, max_norm)
         if factor < 1.0:
-            for grad in self._reduced.grads():
+            for grad in self._reduced():
                 grad.mul_(factor)
 
     def agree_on_overflow(self) -> bool:
-        """Whether a reduced gradient of any rank is not finite; every rank then has one."""
+        """Whether a reduced gradient of any rank is not finite; every rank then has one.
+
+        GradScaler looks at this rank's gradients alone, then decides whether to step and how to
+        change the scale. Ranks that saw different things would diverge; so a rank that has none
+        gets one, and shows the sentinel if it owns no piece.
+        """
         if self._overflow is None:
-            self._overflow = self._reduced.spread_overflow(self.sentinel)
+            grads = list(self._reduced())
+            finite = all(bool(torch.isfinite(g.sum()) or torch.isfinite(g).all()) for g in grads)
+            self._overflow = bool(self.agree(0.0 if finite else 1.0, "max", "overflow"))
+            if self._overflow and finite:
+                for grad in [*grads, self.sentinel.grad]:
+                    assert grad is not None
+                    grad.view(-1)[:1] = math.inf
         return self._overflow
 
     # -- the end of a step -------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Forget the gradients that have been reduced: they are applied, or not wanted."""
-        self._reduced.clear()
-        self.rounds.begin_step()
-        self._reset()
-        self._log_is_stale = True
+        for section in self.sections:
+            for owned in section.owned:
+                owned.tensor.grad = None
+        super().end()
 
     def end_skipped(self) -> None:
         """`end`, if the ranks have agreed on an overflow and not applied the gradients."""
@@ -258,7 +138,7 @@ class Gradients:
             for param in section.params:
                 param.grad = None
 
-    def release(self) -> None:
-        """Drop the reduced gradients of all sections."""
-        for section in self.sections:
-            section.reducer.release()
+
+def _wide(grad: torch.Tensor) -> torch.dtype:
+    """float32 or better: 16-bit sums of squares overflow."""
+    return torch.float64 if grad.dtype == torch.float64 else torch.float32

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections import deque
 from collections.abc import Sequence
 
 import torch
 
+from zerohvd.communication.collectives import Handle
 from zerohvd.layout import Bucket, Layout
 from zerohvd.numerics import DivideFactors
 from zerohvd.torch.communication import arrays
 from zerohvd.torch.communication.collectives import Exchange, LocalCollectives, TorchCollectives
 from zerohvd.torch.gradients.shard_buffers import ShardBuffers
 from zerohvd.torch.params.buffers import view_in, zero_padding
+from zerohvd.training.in_flight import InFlight
 
 # A bucket of the user's travels in this many parts, each a bucket of the layout. Of these, two may
 # be on their way while one is filled: full gradients of less than two buckets. Smaller parts cost
@@ -26,9 +26,6 @@ IN_FLIGHT = 2 * PARTS_PER_BUCKET - 2
 # Elements that are added up and scaled at a time, before they leave the processor's cache.
 _CACHED = 1 << 17
 
-# Between two looks at a collective under way: short against the time a bucket takes.
-_POLL_SECONDS = 1e-4
-
 
 @dataclasses.dataclass
 class _Pending:
@@ -36,8 +33,12 @@ class _Pending:
     sent: torch.Tensor  # the whole local gradient
     exchange: Exchange
 
+    @property
+    def handle(self) -> Handle:
+        return self.exchange.handle
 
-class GradReducer:
+
+class GradReducer(InFlight[_Pending]):
     """Reduces the gradients of one Layout, bucket by bucket, in the order it is told.
 
     Stage 2 frees a full gradient as soon as its bucket has gone and keeps the reduced shards in
@@ -59,6 +60,7 @@ class GradReducer:
         shard_dtypes: Sequence[torch.dtype],
         factors: DivideFactors,
     ) -> None:
+        super().__init__(IN_FLIGHT)
         self._layout = layout
         self._params = params
         self._collectives = collectives
@@ -67,11 +69,8 @@ class GradReducer:
         self._wire = wire
         self._shard_dtypes = shard_dtypes
         self._factors = factors
-        self._names = [
-            f"{prefix}/b{b.index}/reducescatter/{layout.params[b.slots[0].param].name}"
-            for b in layout.buckets
-        ]
-        self._lengths = [[s.length for s in b.spans()] for b in layout.buckets]
+        self._names = [layout.op_name(prefix, b.index, "reducescatter") for b in layout.buckets]
+        self._lengths = [b.lengths for b in layout.buckets]
         # The gradient of such a parameter is its buckets: nothing has to be copied.
         self._exact = [
             all(layout.buckets[b].padded == slot.length for b, slot in slots)
@@ -79,7 +78,6 @@ class GradReducer:
         ]
         self._flats: list[torch.Tensor | None] = [None] * len(layout.buckets)
         self._filled: list[set[int]] = [set() for _ in layout.buckets]
-        self._pending: deque[_Pending] = deque()
         self.shards = [None] * len(layout.buckets)
         self._buffers = ShardBuffers(
             [lengths[self._rank] for lengths in self._lengths],
@@ -122,44 +120,9 @@ class GradReducer:
             self._filled[b].add(index)
         param.grad = None if self._stage >= 2 else self._view_of(index)
 
-    def reap(self) -> None:
-        """Free the full gradients of buckets that have been reduced by now."""
-        while self._pending and self._pending[0].exchange.handle.done():
-            self._finish(self._pending.popleft())
-
-    def has_room(self, b: int, patience: float) -> bool:
-        """Whether bucket `b` may go now; waits for earlier ones, but not beyond `patience`.
-
-        Waiting without end inside a backward pass could be for ever: another rank may have left
-        its own already, and wait for this one in a collective of the user's.
-        """
-        self.reap()
-        deadline = time.monotonic() + patience
-        while len(self._pending) >= IN_FLIGHT or any(p.bucket == b for p in self._pending):
-            oldest = self._pending[0]
-            while not oldest.exchange.handle.done():
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(_POLL_SECONDS)
-            self._finish(self._pending.popleft())
-        return True
-
-    def settle(self, patience: float) -> bool:
-        """Wait for all that is under way, but not beyond `patience`; whether it has come."""
-        deadline = time.monotonic() + patience
-        while self._pending:
-            while not self._pending[0].exchange.handle.done():
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(_POLL_SECONDS)
-            self._finish(self._pending.popleft())
-        return True
-
     def send(self, b: int) -> None:
         """Start the reduction of a bucket; gradients that never came count as zero."""
-        # The same bucket may be under way for the pass before, under the same name.
-        while any(p.bucket == b for p in self._pending):
-            self._finish(self._pending.popleft())
+        self.finish_earlier(b)  # or its name would be in flight twice
         bucket = self._layout.buckets[b]
         source = self._source(bucket)
         sent = self._weighed(source)
@@ -175,12 +138,7 @@ class GradReducer:
             )
         if self._stage < 2:
             self._keep_shard_in(b, bucket, source)
-        self._pending.append(_Pending(b, sent, exchange))
-
-    def finish(self, b: int | None = None) -> None:
-        """Wait until bucket `b` has been reduced, or all of them."""
-        while self._pending and (b is None or any(p.bucket <= b for p in self._pending)):
-            self._finish(self._pending.popleft())
+        self.pending.append(_Pending(b, sent, exchange))
 
     def drop_full(self) -> None:
         """Let go of full gradients that are partly reduced by now: nothing that a user could
@@ -226,12 +184,12 @@ class GradReducer:
 
     def gradients(self) -> list[torch.Tensor]:
         """Every tensor held here that holds gradients."""
-        held = [*self.shards, *self._flats, *(p.sent for p in self._pending)]
+        held = [*self.shards, *self._flats, *(p.sent for p in self.pending)]
         return [t for t in held if t is not None]
 
     def scratch(self) -> list[torch.Tensor]:
         """Every tensor held here that holds no gradients: memory of exchanges, idle buffers."""
-        return [*(p.exchange.scratch for p in self._pending), *self._buffers.tensors]
+        return [*(p.exchange.scratch for p in self.pending), *self._buffers.tensors]
 
     def _allreduce(self, sent: torch.Tensor, name: str) -> Exchange:
         if sent.dtype == torch.bfloat16 and self._collectives.size > 1:
@@ -275,11 +233,8 @@ class GradReducer:
     def _allocate(self, b: int) -> torch.Tensor:
         bucket = self._layout.buckets[b]
         like = self._params[bucket.slots[0].param].data
-        chain = [b]
-        if self._stage < 2:
-            # A chunked parameter's gradient has to be one view, as the parameter itself is.
-            chain = [i for i, _ in self._layout.slots_of[bucket.slots[0].param]]
-            chain = chain if len(bucket.slots) == 1 else [b]
+        # Below stage 2, a chunked parameter's gradient is one view, as the parameter itself is.
+        chain = self._layout.chain_of(b) if self._stage < 2 else [b]
         lengths = [self._layout.buckets[i].padded for i in chain]
         whole = like.new_empty(sum(lengths))
         for i, flat in zip(chain, whole.split(lengths), strict=True):
@@ -299,7 +254,7 @@ class GradReducer:
             span = bucket.span(self._rank)
             self.shards[b] = source[span.start : span.stop]
 
-    def _finish(self, pending: _Pending) -> None:
+    def complete(self, pending: _Pending) -> None:
         pending.exchange.handle.wait()
         b = pending.bucket
         shard = self.shards[b]

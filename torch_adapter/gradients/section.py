@@ -85,13 +85,10 @@ class Section:
         )
         check_agreement(collectives, self.layout, settings)
         self.rank = collectives.rank if size > 1 else 0
-        self._names = [
-            f"{prefix}/b{b.index}/allgather/{self.layout.params[b.slots[0].param].name}"
-            for b in self.layout.buckets
-        ]
-        self._lengths = [[span.length for span in b.spans()] for b in self.layout.buckets]
-        self.flat: ParamMemory = (memory or FlatParams)(self.layout, self.params)
         self.buckets = range(len(self.layout.buckets))
+        self._names = [self.layout.op_name(prefix, b, "allgather") for b in self.buckets]
+        self._lengths = [b.lengths for b in self.layout.buckets]
+        self.flat: ParamMemory = (memory or FlatParams)(self.layout, self.params)
         self.masters = self._make_masters(config, master or _in_place)
         self.owned = [self._own(piece) for piece in self.layout.pieces(self.rank)]
         self.schedule = Schedule(self.layout)

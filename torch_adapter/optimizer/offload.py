@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import mmap
 import os
-import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,12 +13,7 @@ import torch
 
 from zerohvd.torch.gradients.section import Section
 from zerohvd.torch.params.owned import OwnedPiece
-
-_numbers = itertools.count()
-
-# A mapping does not need its file descriptor, of which a process has about a thousand. Before
-# Python 3.13 it keeps one nevertheless.
-_MAP_OPTIONS: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+from zerohvd.training.mapped_file import map_unnamed
 
 
 class Offload:
@@ -70,21 +63,7 @@ class Offload:
     def _map(self, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, mmap.mmap]:
         assert self._folder is not None
         size = max(1, count) * dtype.itemsize
-        name = self._folder / f"zerohvd-{os.getpid()}-{next(_numbers)}"
-        descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            # A sparse file on a full disk would end the process by a signal, at some later write.
-            os.posix_fallocate(descriptor, 0, size)
-            mapping = mmap.mmap(descriptor, size, **_MAP_OPTIONS)
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"cannot reserve {size} bytes for optimizer state in {self._folder} "
-                f"({error.strerror}); give a path with more room",
-            ) from error
-        finally:
-            os.close(descriptor)
-            name.unlink(missing_ok=True)
+        mapping = map_unnamed(self._folder, size, "optimizer state")
         return torch.frombuffer(mapping, dtype=dtype)[:count], mapping
 
     def holds(self, tensor: torch.Tensor) -> bool:

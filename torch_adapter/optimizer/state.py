@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from zerohvd.config import ZeroConfig
-from zerohvd.layout import Bucket, Span
 from zerohvd.torch.communication import arrays
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
 from zerohvd.torch.gradients.section import Section
-from zerohvd.torch.params.owned import NamedParam
+from zerohvd.torch.params.owned import NamedParam, OwnedPiece
+from zerohvd.training import state as core
 
 State = dict[str, Any]
 
@@ -37,14 +35,6 @@ class Sharded(Protocol):
     def sharded_params(self) -> set[torch.nn.Parameter]: ...
 
 
-@dataclasses.dataclass(frozen=True)
-class PieceState:
-    """Where a part of a parameter's state goes."""
-
-    span: Span  # inside the flattened parameter
-    tensor: torch.nn.Parameter
-
-
 # -- from whole to sharded ---------------------------------------------------------------------
 
 
@@ -55,31 +45,17 @@ def detach_state(inner: torch.optim.Optimizer) -> dict[Any, State]:
     return held
 
 
-def shard_into(
-    inner: torch.optim.Optimizer,
-    pieces: Iterable[PieceState],
-    values: Mapping[str, Any],
-    param: torch.nn.Parameter,
-) -> None:
-    """Give each piece its part of a parameter's state."""
-    for piece in pieces:
-        inner.state[piece.tensor] = {
-            key: _cut(key, value, piece, param) for key, value in values.items()
-        }
-
-
-def _cut(key: str, value: Any, piece: PieceState, param: torch.nn.Parameter) -> Any:
+def _cut(key: str, value: Any, owned: OwnedPiece, param: torch.nn.Parameter) -> Any:
+    """The part of a parameter's state that belongs to a piece of it."""
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
-    value = value.detach()
-    if value.shape == param.shape:
-        part = value.reshape(-1)[piece.span.start : piece.span.stop]
-        part = part.reshape(piece.tensor.shape).to(piece.tensor.device)
-    else:
-        part = value
+    part, piece = value.detach(), owned.tensor
+    if part.shape == param.shape:
+        start, stop = owned.piece.param_span
+        part = part.reshape(-1)[start:stop].reshape(piece.shape).to(piece.device)
     # As torch does on loading: counters keep their dtype, the rest takes that of the parameter.
     if key != "step" and part.is_floating_point():
-        part = part.to(piece.tensor.dtype)
+        part = part.to(piece.dtype)
     return part.clone()
 
 
@@ -105,23 +81,17 @@ def load(opt: Sharded, state_dict: Mapping[str, Any]) -> None:
 
 def distribute(opt: Sharded, states: Mapping[torch.nn.Parameter, State]) -> None:
     """Give this rank's pieces their parts of whole states; keep what belongs to no piece yet."""
-    pieces = _pieces_by_param(opt)
-    sharded = opt.sharded_params()
-    for param, values in states.items():
-        if param in sharded:
-            shard_into(opt.inner, pieces.get(param, ()), values, param)
-        elif values:
-            opt.unsharded[param] = copy.deepcopy(dict(values))
-
-
-def _pieces_by_param(opt: Sharded) -> dict[torch.nn.Parameter, list[PieceState]]:
-    found: dict[torch.nn.Parameter, list[PieceState]] = {}
     for section in opt.sections:
         for owned in section.owned:
             param = section.params[owned.piece.param]
-            piece = PieceState(owned.piece.param_span, owned.tensor)
-            found.setdefault(param, []).append(piece)
-    return found
+            if param in states:
+                opt.inner.state[owned.tensor] = {
+                    key: _cut(key, value, owned, param) for key, value in states[param].items()
+                }
+    sharded = opt.sharded_params()
+    for param, values in states.items():
+        if values and param not in sharded:
+            opt.unsharded[param] = copy.deepcopy(dict(values))
 
 
 def _check_groups(opt: Sharded, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -153,16 +123,21 @@ def _check_values(opt: Sharded, param: torch.nn.Parameter, values: State) -> Non
 
 def consolidate(opt: Sharded, to: int | None) -> dict[str, Any]:
     """The plain optimizer's state_dict, collected bucket by bucket on rank `to`, or everywhere."""
-    size = opt.collectives.size
-    if to is not None and not 0 <= to < size:
-        raise ValueError(f"to must be a rank in [0, {size}) or None, got {to!r}")
+    core.check_destination(to, opt.collectives.size)
     here = to is None or to == opt.collectives.rank
     states: dict[torch.nn.Parameter, State] = {
         param: copy.deepcopy(values) for param, values in opt.unsharded.items()
     }
     for section in opt.sections:
-        for index, values in _collect(opt, section, to).items():
-            states[section.params[index]] = values
+        whole = core.collect_state(
+            opt.collectives,
+            section.layout,
+            _held(opt, section),
+            _StateArrays(section),
+            to=to,
+            prefix=opt.prefix,
+        )
+        states.update((section.params[index], values) for index, values in whole.items())
     params = [p for group in opt.groups for p in group]
     number = {p: i for i, p in enumerate(params)}
     groups = []
@@ -173,153 +148,44 @@ def consolidate(opt: Sharded, to: int | None) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-def _collect(opt: Sharded, section: Section, to: int | None) -> dict[int, State]:
-    """Per parameter index: its whole state."""
-    everyone: list[Any] = [_describe(opt, section)]
-    if section.layout.size > 1:
-        everyone = opt.collectives.allgather_object(everyone[0], name=f"{opt.prefix}/state/keys")
-    for one in everyone:
-        if isinstance(one, str):
-            raise TypeError(one)  # on every rank alike
-    # JSON has turned the indices into strings.
-    known: dict[int, dict[str, list[Any]]] = {}
-    for one in everyone:
-        for index, keys in one.items():
-            known.setdefault(int(index), {}).update(keys)
-    collected: dict[int, State] = {i: {} for i in sorted(known)}
-    for index, keys in known.items():
-        for key, (kind, value, dtype) in keys.items():
-            if kind == "value":
-                collected[index][key] = value
-            elif kind == "scalar":
-                collected[index][key] = torch.tensor(value, dtype=arrays.dtype_of(dtype))
-    gather = _Gather(opt, section, to, known, collected)
-    for bucket in section.layout.buckets:
-        gather.elementwise(bucket)
-    gather.whole_tensors()
-    order = {i: list(keys) for i, keys in known.items()}
-    return {i: {k: v[k] for k in order[i] if k in v} for i, v in collected.items()}
-
-
-def _describe(opt: Sharded, section: Section) -> dict[str, dict[str, list[Any]]] | str:
-    """What this rank holds, as JSON can say it: parameter -> key -> [kind, value, dtype].
-
-    A string says what cannot be said, for all ranks to raise.
-    """
-    held: dict[str, dict[str, list[Any]]] = {}
+def _held(opt: Sharded, section: Section) -> Iterator[core.PieceValue]:
+    """What the inner optimizer keeps for this rank's pieces."""
     for owned in section.owned:
-        values = opt.inner.state.get(owned.tensor)
-        if not values:
-            continue
-        keys = held.setdefault(str(owned.piece.param), {})
-        for key, value in values.items():
-            keys[key] = _describe_value(value, owned.tensor)
-            if keys[key][0] == "value" and not _is_json(value):
-                name = section.named[owned.piece.param].name
-                return (
-                    f"the state {key!r} of {name!r} is a {type(value).__name__} that cannot be "
-                    "collected: tensors, numbers, strings, and lists of them can"
-                )
-    return held
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        return bool(json.loads(json.dumps(value)) == value)
-    except (TypeError, ValueError):
-        return False
-
-
-def _describe_value(value: Any, piece: torch.Tensor) -> list[Any]:
-    if not isinstance(value, torch.Tensor):
-        return ["value", value, ""]
-    dtype = arrays.dtype_name(value)
-    if value.shape == piece.shape:
-        return ["element", None, dtype]
-    if value.dim() == 0:
-        return ["scalar", value.item(), dtype]
-    return ["tensor", list(value.shape), dtype]
-
-
-class _Gather:
-    """Collects state tensors where they are wanted, one bucket at a time."""
-
-    def __init__(
-        self,
-        opt: Sharded,
-        section: Section,
-        to: int | None,
-        known: dict[int, dict[str, list[Any]]],
-        collected: dict[int, State],
-    ) -> None:
-        self._opt, self._section, self._to = opt, section, to
-        self._known, self._collected = known, collected
-        self._here = to is None or to == opt.collectives.rank
-        self._pieces = {(o.piece.param, o.piece.bucket): o for o in section.owned}
-
-    def elementwise(self, bucket: Bucket) -> None:
-        """State tensors of the parameter's own shape: one flat tensor per key and dtype."""
-        kinds = {
-            (key, dtype): None
-            for slot in bucket.slots
-            for key, (kind, _, dtype) in self._known.get(slot.param, {}).items()
-            if kind == "element"
-        }
-        for key, dtype in kinds:
-            shard = self._shard(bucket, key, dtype)
-            full = self._gather(shard, f"b{bucket.index}/{key}")
-            if self._here:
-                self._spread(bucket, key, dtype, full.cpu())
-
-    def _shard(self, bucket: Bucket, key: str, dtype: str) -> torch.Tensor:
-        span = bucket.span(self._section.rank)
-        flat = self._section.flat.flats[bucket.index]
-        shard = torch.zeros(span.length, dtype=arrays.dtype_of(dtype), device=flat.device)
-        for slot in bucket.slots:
-            owned = self._pieces.get((slot.param, bucket.index))
-            value = None if owned is None else self._opt.inner.state[owned.tensor].get(key)
-            if owned is None or not isinstance(value, torch.Tensor):
+        for key, value in opt.inner.state.get(owned.tensor, {}).items():
+            if not isinstance(value, torch.Tensor):
+                yield core.PieceValue(owned.piece, key, core.VALUE, "", value)
                 continue
-            start = owned.piece.bucket_span.start - span.start
-            shard[start : start + value.numel()] = value.reshape(-1)
-        return shard
+            dtype = arrays.dtype_name(value)
+            if value.shape == owned.tensor.shape:
+                yield core.PieceValue(owned.piece, key, core.ELEMENT, dtype, None, value)
+            elif value.dim() == 0:
+                yield core.PieceValue(owned.piece, key, core.SCALAR, dtype, value.item())
+            else:
+                shape = list(value.shape)
+                yield core.PieceValue(owned.piece, key, core.TENSOR, dtype, shape, value)
 
-    def _spread(self, bucket: Bucket, key: str, dtype: str, full: torch.Tensor) -> None:
-        for slot in bucket.slots:
-            described = self._known.get(slot.param, {}).get(key)
-            if described is None or described[0] != "element" or described[2] != dtype:
-                continue
-            shape = self._section.params[slot.param].shape
-            values = self._collected[slot.param]
-            if key not in values:
-                values[key] = torch.empty(shape, dtype=full.dtype)
-            target = values[key].view(-1)[slot.param_start : slot.param_start + slot.length]
-            target.copy_(full[slot.start : slot.start + slot.length])
 
-    def whole_tensors(self) -> None:
-        """State tensors of another shape, which only whole parameters have: one by one."""
-        for index, keys in self._known.items():
-            for key, (kind, shape, dtype) in keys.items():
-                if kind != "tensor":
-                    continue
-                bucket = self._section.layout.slots_of[index][0][0]
-                owned = self._pieces.get((index, bucket))
-                part = torch.empty(0, dtype=arrays.dtype_of(dtype))
-                if owned is not None:
-                    part = self._opt.inner.state[owned.tensor][key].detach().reshape(-1)
-                full = self._gather(part, f"p{index}/{key}")
-                if self._here:
-                    self._collected[index][key] = full.cpu().reshape(shape)
+class _StateArrays:
+    """torch's tensors, for the core; see `core.StateArrays`."""
 
-    def _gather(self, part: torch.Tensor, name: str) -> torch.Tensor:
-        if self._section.layout.size == 1:
-            return part
-        collectives = self._opt.collectives
-        name = f"{self._opt.prefix}/state/{name}"
-        if self._to is None:
-            gathered: torch.Tensor = collectives.allgather(part, name=name)
-        else:
-            splits = [0] * collectives.size
-            splits[self._to] = part.numel()
-            gathered = collectives.alltoall(part, splits, name=name)
-        return gathered
+    def __init__(self, section: Section) -> None:
+        self._flats = section.flat.flats
+
+    def zeros(self, length: int, dtype: str, bucket: int) -> torch.Tensor:
+        device = self._flats[bucket].device
+        return torch.zeros(length, dtype=arrays.dtype_of(dtype), device=device)
+
+    def flatten(self, x: torch.Tensor) -> torch.Tensor:
+        return x.detach().reshape(-1)
+
+    def to_wire(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def to_host(self, x: torch.Tensor) -> torch.Tensor:
+        return x.cpu()
+
+    def empty(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=arrays.dtype_of(dtype))
+
+    def scalar(self, value: Any, dtype: str) -> torch.Tensor:
+        return torch.tensor(value, dtype=arrays.dtype_of(dtype))

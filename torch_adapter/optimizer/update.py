@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from zerohvd.communication.collectives import Handle
+from zerohvd.schedule import cut_waves
 from zerohvd.torch import compat
 from zerohvd.torch.gradients.section import Section
 from zerohvd.torch.optimizer.offload import Offload
@@ -35,7 +36,8 @@ def plan_waves(
         return [[BucketRange(s, s.buckets)] for s in sections]
     if not can_be_split(inner):
         return [[BucketRange(s, s.buckets) for s in sections]]
-    return _cut(sections)
+    waves = cut_waves([s.layout for s in sections], WAVES)
+    return [[BucketRange(sections[i], buckets) for i, buckets in wave] for wave in waves]
 
 
 def can_be_split(inner: torch.optim.Optimizer) -> bool:
@@ -44,23 +46,6 @@ def can_be_split(inner: torch.optim.Optimizer) -> bool:
     An optimizer of the user's may count its calls, and so may hooks.
     """
     return is_elementwise(inner) and not compat.counts_calls(inner)
-
-
-def _cut(sections: Sequence[Section]) -> list[list[BucketRange]]:
-    """Runs of buckets of about equal bytes, in the order in which they have been sent."""
-    goal = sum(b.nbytes for s in sections for b in s.layout.buckets) / WAVES
-    waves: list[list[BucketRange]] = [[]]
-    filled = 0
-    for section in sections:
-        first = 0
-        for b, bucket in enumerate(section.layout.buckets):
-            filled += bucket.nbytes
-            if filled >= goal and len(waves) < WAVES:
-                waves[-1].append(BucketRange(section, range(first, b + 1)))
-                waves.append([])
-                first, filled = b + 1, 0
-        waves[-1].append(BucketRange(section, range(first, section.buckets.stop)))
-    return waves
 
 
 def run(

@@ -21,7 +21,7 @@ from zerohvd.errors import NonFiniteError, ShardedStateError
 from zerohvd.numerics import check_norm_type, divide_factors
 from zerohvd.torch import compat
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
-from zerohvd.torch.gradients.owner import Gradients, MustAgree
+from zerohvd.torch.gradients.owner import Gradients
 from zerohvd.torch.gradients.section import Section
 from zerohvd.torch.optimizer import state, update
 from zerohvd.torch.optimizer.offload import Offload
@@ -29,6 +29,7 @@ from zerohvd.torch.params.naming import name_parameters
 from zerohvd.torch.params.owned import MakeMemory, NamedParam
 from zerohvd.torch.stage3.deferred import is_deferred
 from zerohvd.torch.stage3.units import Units
+from zerohvd.training.step import MustAgree
 
 MakeUnits = Callable[[TorchCollectives | LocalCollectives, str], Units]
 

@@ -23,8 +23,10 @@ class FlatParams:
     def __init__(self, layout: Layout, params: Sequence[torch.nn.Parameter]) -> None:
         self._layout, self._params = layout, params
         self.flats = []
-        for chain in _chains(layout):
-            first = layout.buckets[chain[0]]
+        for first in layout.buckets:
+            chain = layout.chain_of(first.index)
+            if first.index != chain[0]:
+                continue
             total = sum(layout.buckets[i].padded for i in chain)
             device = params[first.slots[0].param].device
             # Padding must be zero from the start, and parameters overwrite the rest.
@@ -57,29 +59,10 @@ class FlatParams:
         return self.flats
 
 
-def _chains(layout: Layout) -> list[list[int]]:
-    """Bucket indices, those that share a parameter together."""
-    chains: list[list[int]] = []
-    last_param = -1
-    for bucket in layout.buckets:
-        slot = bucket.slots[0]
-        if slot.param == last_param and slot.param_start > 0:
-            chains[-1].append(bucket.index)
-        else:
-            chains.append([bucket.index])
-        last_param = slot.param
-    return chains
-
-
 def zero_padding(flat: torch.Tensor, bucket: Bucket) -> None:
     """Clear what lies between and behind the slots of a buffer that was allocated unclean."""
-    stop = 0
-    for slot in bucket.slots:
-        if slot.start > stop:
-            flat[stop : slot.start].zero_()
-        stop = slot.start + slot.length
-    if bucket.padded > stop:
-        flat[stop:].zero_()
+    for gap in bucket.gaps():
+        flat[gap.start : gap.stop].zero_()
 
 
 def view_in(flat: torch.Tensor, start: int, shape: torch.Size) -> torch.Tensor:

@@ -12,7 +12,7 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from zerohvd.checkpoint.errors import CheckpointError, CorruptCheckpointError
 
@@ -48,8 +48,6 @@ SAFETENSORS = {
 _WORD = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1}
 _WORD |= {"U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
 DTYPE_OF = {word: dtype for dtype, (word, count) in SAFETENSORS.items() if count == 1}
-
-_MAX_HEADER = 1 << 30
 
 
 def itemsize(dtype: str) -> int:
@@ -95,15 +93,6 @@ def leftover(path: Path) -> tuple[str, str] | None:
 # -- safetensors -----------------------------------------------------------------------------------
 
 
-class Stored(NamedTuple):
-    """A tensor of a safetensors file."""
-
-    dtype: str  # that of safetensors, e.g. "BF16"
-    shape: tuple[int, ...]
-    start: int  # bytes from the beginning of the file
-    stop: int
-
-
 def header(tensors: Sequence[tuple[str, str, Sequence[int]]], about: Mapping[str, str]) -> bytes:
     """The header of a safetensors file in which `tensors` (key, dtype, shape) follow each other."""
     described: dict[str, Any] = {"__metadata__": dict(about)}
@@ -124,43 +113,6 @@ def _nbytes(dtype: str, shape: Sequence[int]) -> int:
     for d in shape:
         total *= d
     return total
-
-
-def read_header(data: bytes, file: Path, nbytes: int) -> tuple[dict[str, Stored], dict[str, str]]:
-    """The tensors and the metadata that a header (its length in front) describes.
-
-    Args:
-        data: The beginning of the file, at least the header.
-        file: For errors.
-        nbytes: Size of the file.
-    """
-    try:
-        described = json.loads(data[8 : 8 + header_length(data, file, nbytes)])
-        about = described.pop("__metadata__", {})
-        base = header_length(data, file, nbytes) + 8
-        tensors = {
-            key: Stored(d["dtype"], tuple(d["shape"]), *(base + o for o in d["data_offsets"]))
-            for key, d in described.items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptCheckpointError(f"{file} is no safetensors file: {error}") from error
-    for key, stored in tensors.items():
-        if not base <= stored.start <= stored.stop <= nbytes:
-            raise CorruptCheckpointError(
-                f"{file} is truncated: {key!r} ends at byte {stored.stop}, the file at {nbytes}"
-            )
-    return tensors, about
-
-
-def header_length(data: bytes, file: Path, nbytes: int) -> int:
-    if len(data) < 8:
-        raise CorruptCheckpointError(f"{file} is truncated: it has only {len(data)} bytes")
-    length = int(struct.unpack("<Q", data[:8])[0])
-    if length > min(_MAX_HEADER, nbytes - 8):
-        raise CorruptCheckpointError(
-            f"{file} is no safetensors file, or truncated: its header claims {length} bytes"
-        )
-    return length
 
 
 # -- the manifest's text ---------------------------------------------------------------------------

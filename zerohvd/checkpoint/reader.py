@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from zerohvd.checkpoint import format as fmt
 from zerohvd.checkpoint import tree
@@ -115,7 +116,8 @@ class Reader:
             raise CorruptCheckpointError(
                 f"{path} is truncated: {found} bytes, the manifest says {file.nbytes}"
             )
-        _, about = fmt.read_header(head, path, found)
+        with _safetensors(path) as opened:
+            about = opened.metadata() or {}
         if about.get("id", self.manifest.id) != self.manifest.id:
             raise CorruptCheckpointError(
                 f"{path} belongs to another save ({about['id']}, the manifest's is "
@@ -243,27 +245,46 @@ def as_numpy(tensor: TensorInfo, data: np.ndarray[Any, Any]) -> np.ndarray[Any, 
 
 
 def open_safetensors(path: Path) -> Reader:
-    """A plain safetensors file as if it were a checkpoint of nothing but parameters."""
+    """A plain safetensors file as if it were a checkpoint of nothing but parameters.
+
+    The library checks the header, and that tensors follow each other without gaps, so their order
+    gives the offsets. Bytes are read here: the library reads whole rows, and only dtypes that numpy
+    knows.
+    """
+    found = {}
     with _opened(path) as fd:
         nbytes = os.fstat(fd).st_size
-        length = fmt.header_length(_read(fd, path, min(8, nbytes), 0), path, nbytes)
-        tensors, about = fmt.read_header(_read(fd, path, 8 + length, 0), path, nbytes)
-    found = {}
-    for name, stored in tensors.items():
-        if stored.dtype not in fmt.DTYPE_OF:
-            raise CorruptCheckpointError(f"{path}: {name!r} has the unknown dtype {stored.dtype!r}")
-        numel = math.prod(stored.shape)
-        dtype = fmt.DTYPE_OF[stored.dtype]
-        if stored.stop - stored.start != numel * fmt.itemsize(dtype):
-            raise CorruptCheckpointError(f"{path}: {name!r} has not the size of its shape")
-        part = Part(0, numel, 0, stored.start, "")
-        key = f"param/{name}"
-        found[key] = TensorInfo(key, dtype, stored.shape, (part,))
-    file = ShardFile(path.name, 0, nbytes, 8 + length, "")
+        at = header_bytes = 8 + int.from_bytes(_read(fd, path, min(8, nbytes), 0), "little")
+    with _safetensors(path) as file:
+        about = file.metadata() or {}
+        for name in file.offset_keys():
+            stored = file.get_slice(name)
+            if stored.get_dtype() not in fmt.DTYPE_OF:
+                raise CorruptCheckpointError(
+                    f"{path}: {name!r} has the unknown dtype {stored.get_dtype()!r}"
+                )
+            shape, dtype = tuple(stored.get_shape()), fmt.DTYPE_OF[stored.get_dtype()]
+            part = Part(0, math.prod(shape), 0, at, "")
+            info = TensorInfo(f"param/{name}", dtype, shape, (part,))
+            found[info.key] = info
+            at += info.nbytes
     state = None
     with contextlib.suppress(ValueError):  # of somebody else
         state = json.loads(about.get(fmt.ABOUT, "null"))
-    return Reader(path.parent, plain_manifest([file], found, state))
+    file_info = ShardFile(path.name, 0, nbytes, header_bytes, "")
+    return Reader(path.parent, plain_manifest([file_info], found, state))
+
+
+@contextlib.contextmanager
+def _safetensors(path: Path) -> Iterator[Any]:
+    """The file, opened by the library; its errors name the file."""
+    try:
+        with safe_open(path, "np") as file:
+            yield file
+    except SafetensorError as error:
+        raise CorruptCheckpointError(
+            f"{path} is no safetensors file, or truncated: {error}"
+        ) from error
 
 
 def plain_manifest(

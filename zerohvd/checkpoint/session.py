@@ -65,7 +65,9 @@ class Training(Protocol):
 class Snapshot(Protocol):
     """What this rank holds. Entries give their bytes when they are written."""
 
-    replicated: bool  # every rank holds the same pieces
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank holds the same pieces."""
 
     def pieces(self) -> Iterable[Entry]:
         """This rank's ranges of parameters, masters and optimizer state."""
@@ -101,7 +103,8 @@ class Snapshot(Protocol):
 class Target(Protocol):
     """What a load fills."""
 
-    staging: Staging
+    @property
+    def staging(self) -> Staging: ...
 
     def openers(self) -> Mapping[str, Callable[[Path], Source]]:
         """Suffix of a plain file of weights -> what opens it, beside .safetensors."""

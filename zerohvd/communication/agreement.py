@@ -55,6 +55,23 @@ def check_agreement(
     raise DisagreementError(_message(what, found))
 
 
+def check_same_data(collectives: Collectives, digest: str, *, hint: str) -> None:
+    """Raise the same ValueError on every rank unless all ranks see the same first batch.
+
+    Args:
+        digest: Of this rank's first batch.
+        hint: How the framework gives a dataset the same order on all ranks.
+    """
+    seen = collectives.allgather_object(digest, name="zero/dataset")
+    differ = [rank for rank, found in enumerate(seen) if found != seen[0]]
+    if differ:
+        raise ValueError(
+            f"the first batch of ranks {differ} is not that of rank 0: ranks would train on some "
+            "samples twice and on others never. Give the dataset the same order on all ranks, "
+            f"such as {hint}; or pass check=False if that is meant."
+        )
+
+
 def _describe(spec: ParamSpec) -> list[Any]:
     return [spec.name, list(spec.shape), spec.dtype, spec.group]
 

@@ -130,6 +130,15 @@ def check_op(op: str, allowed: Sequence[str] = REDUCE_OPS) -> None:
         raise ValueError(f"op must be one of {tuple(allowed)}, got {op!r}")
 
 
+def check_registered(process_set: Any) -> None:
+    """Raise ValueError unless Horovod knows the process set."""
+    if process_set.process_set_id is None:
+        raise ValueError(
+            f"process_set {process_set} is not registered: pass it to "
+            "hvd.init(process_sets=[...]) or hvd.add_process_set() first"
+        )
+
+
 def shares(rows: int, size: int) -> list[int]:
     """How many rows each rank keeps of a reducescatter."""
     return [rows // size + (rank < rows % size) for rank in range(size)]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -30,6 +33,7 @@ class Announced:
     def __init__(self) -> None:
         self.value: Any = None
         self.held = False
+        self._in_loss: set[int] = set()  # ids of the optimizers whose loss contains the weight
 
     def announce(self, value: Any, *, held: bool = False) -> None:
         self.value, self.held = value, held
@@ -42,7 +46,45 @@ class Announced:
         return value
 
     def clear(self) -> None:
+        """Forget an announced weight."""
         self.value, self.held = None, False
+        self._in_loss.clear()
+
+    @contextlib.contextmanager
+    def during(self, value: Any) -> Iterator[None]:
+        """Announce the weight of all steps of all optimizers inside."""
+        self.announce(value, held=True)
+        try:
+            yield
+        finally:
+            self.clear()
+
+    def holding(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function so that an announced weight holds inside: a framework that traces steps
+        may call one twice."""
+
+        @functools.wraps(original)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            if self.value is None:
+                return original(*args, **kwargs)
+            with self.during(self.value):
+                return original(*args, **kwargs)
+
+        return function
+
+    def holds(self) -> bool:
+        """Whether there is a weight that stays until its `during` ends."""
+        return self.held and self.value is not None
+
+    def put_into_loss(self, optimizer: object) -> None:
+        """Note that the optimizer's loss has been multiplied with the weight."""
+        self._in_loss.add(id(optimizer))
+
+    def is_in_loss(self, optimizer: object) -> bool:
+        """Whether the gradients to come contain the weight already; asked once per step."""
+        found = id(optimizer) in self._in_loss
+        self._in_loss.discard(id(optimizer))
+        return found
 
 
 _announced = Announced()

@@ -7,8 +7,10 @@ in an import. `zerohvd.communication.collectives.ArrayOps` says what `arrays` ha
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Mapping
 from typing import Protocol
 
+from zerohvd.checkpoint.offline.consolidate import WriteWeights
 from zerohvd.communication.collectives import ArrayOps
 from zerohvd.errors import ZeroError
 
@@ -24,6 +26,10 @@ class Adapter(Protocol):
 
     @property
     def arrays(self) -> ArrayOps: ...
+
+    @property
+    def weight_files(self) -> Mapping[str, WriteWeights]:
+        """Suffix -> what writes weights into a file of the framework's own."""
 
 
 def load_adapter(name: str) -> Adapter:

@@ -57,9 +57,9 @@ def test_lower_stages(stage):
 
 
 def test_small_buckets_and_chunks_change_nothing(monkeypatch):
-    from zerohvd.keras.params import layouts
+    from zerohvd.training import graph
 
-    monkeypatch.setattr(layouts, "_CHUNK_BYTES", 256)
+    monkeypatch.setattr(graph, "_CHUNK_BYTES", 256)
 
     def make():
         return keras.optimizers.AdamW(0.01)
@@ -75,9 +75,9 @@ def test_small_buckets_and_chunks_change_nothing(monkeypatch):
 
 @pytest.mark.parametrize("stage", world.few("12", "2"))
 def test_updates_in_parts_change_nothing(monkeypatch, stage):
-    from zerohvd.keras.params import pieces
+    from zerohvd.training import graph
 
-    monkeypatch.setattr(pieces, "_LEAST_PART_BYTES", 128)
+    monkeypatch.setattr(graph, "_LEAST_PART_BYTES", 128)
 
     def make():
         return keras.optimizers.AdamW(0.01, weight_decay=0.1)

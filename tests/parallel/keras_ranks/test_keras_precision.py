@@ -185,10 +185,10 @@ def test_sparse_gradients(table):
 @world.at_two_ranks
 def test_rows_of_large_tables_and_of_any_name(monkeypatch):
     """A table beyond the size at which variables are cut, and one that the gradient gives away."""
-    from zerohvd.keras.params import layouts, pieces
+    from zerohvd.training import graph
 
-    monkeypatch.setattr(layouts, "_CHUNK_BYTES", 1024)
-    monkeypatch.setattr(pieces, "_LEAST_PART_BYTES", 1024)  # what a rank owns has several parts
+    monkeypatch.setattr(graph, "_CHUNK_BYTES", 1024)
+    monkeypatch.setattr(graph, "_LEAST_PART_BYTES", 1024)  # what a rank owns has several parts
     tables = [tf.Variable(tf.ones([997, 5]), name=n) for n in ("embeddings", "words")]
     other = tf.Variable(tf.ones([3000]), name="other")
     optimizer = zero.DistributedOptimizer(keras.optimizers.SGD(1.0), bucket_bytes=1024)

@@ -14,13 +14,16 @@ from typing import Any
 import numpy as np
 
 from zerohvd.checkpoint import format as fmt
-from zerohvd.checkpoint import torch_file
 from zerohvd.checkpoint.errors import CheckpointError, cannot
 from zerohvd.checkpoint.manifest import TensorInfo
 from zerohvd.checkpoint.reader import Reader
 
 Each = Callable[[int], None]
-SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".weights.h5")
+# Writes tensors by name into a file, given what yields the bytes of one, block by block. Two names
+# may have the same tensor.
+Blocks = Callable[[TensorInfo], Iterator[memoryview]]
+WriteWeights = Callable[[Path, Mapping[str, TensorInfo], Blocks], None]
+SUFFIXES = (".safetensors", ".weights.h5")
 
 
 def weights(reader: Reader, *, masters: bool = False) -> dict[str, TensorInfo]:
@@ -37,7 +40,12 @@ def weights(reader: Reader, *, masters: bool = False) -> dict[str, TensorInfo]:
 
 
 def consolidate(
-    path: Path, out: Path, *, masters: bool = False, each: Each = lambda nbytes: None
+    path: Path,
+    out: Path,
+    *,
+    masters: bool = False,
+    each: Each = lambda nbytes: None,
+    others: Mapping[str, WriteWeights] | None = None,
 ) -> None:
     """Write the weights of a checkpoint into one file; its suffix says which kind.
 
@@ -45,11 +53,12 @@ def consolidate(
 
     Args:
         path: The checkpoint.
-        out: A .safetensors file, a torch state_dict (.pt, .pth, .bin), or Keras' .weights.h5.
+        out: A .safetensors file, Keras' .weights.h5, or a file of another kind in `others`.
         masters: As for `weights`.
         each: Told how many bytes have been written since it was last called.
+        others: Suffix -> writer, of files that only a framework can write.
     """
-    write = _writer(out)
+    write = _writer(out, others or {})
     reader = Reader.open(path)
     reader.check_files()
     found = weights(reader, masters=masters)
@@ -64,14 +73,28 @@ def consolidate(
         raise cannot("write", out, error) from error
 
 
-def _writer(out: Path) -> Callable[[Path, Reader, dict[str, TensorInfo], Each], None]:
+def _writer(
+    out: Path, others: Mapping[str, WriteWeights]
+) -> Callable[[Path, Reader, dict[str, TensorInfo], Each], None]:
     if out.name.endswith(".safetensors"):
         return _write_safetensors
-    if out.suffix in (".pt", ".pth", ".bin"):
-        return _write_torch
     if out.name.endswith(".weights.h5"):
         return _write_keras
-    raise ValueError(f"{out} must end with one of {', '.join(SUFFIXES)}: it says what to write")
+    if out.suffix in others:
+        return _with_aliases(others[out.suffix])
+    known = ", ".join([*SUFFIXES, *others])
+    raise ValueError(f"{out} must end with one of {known}: it says what to write")
+
+
+def _with_aliases(
+    write: WriteWeights,
+) -> Callable[[Path, Reader, dict[str, TensorInfo], Each], None]:
+    def adapted(path: Path, reader: Reader, found: dict[str, TensorInfo], each: Each) -> None:
+        aliases = (reader.manifest.state or {}).get("aliases", {})
+        named = {**found, **{alias: found[n] for alias, n in aliases.items() if n in found}}
+        write(path, named, lambda info: blocks(reader, info, each))
+
+    return adapted
 
 
 @contextlib.contextmanager
@@ -104,12 +127,6 @@ def _write_safetensors(
         for _, info in ordered:
             for block in blocks(reader, info, each):
                 file.write(block)
-
-
-def _write_torch(path: Path, reader: Reader, found: dict[str, TensorInfo], each: Each) -> None:
-    aliases = (reader.manifest.state or {}).get("aliases", {})
-    named = {**found, **{alias: found[n] for alias, n in aliases.items() if n in found}}
-    torch_file.write(path, named, lambda info: blocks(reader, info, each))
 
 
 def _write_keras(path: Path, reader: Reader, found: Mapping[str, TensorInfo], each: Each) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,11 @@ from rich.table import Table
 
 from zerohvd.checkpoint import CheckpointError, Manifest, Reader
 from zerohvd.checkpoint.offline.compare import differences
-from zerohvd.checkpoint.offline.consolidate import SUFFIXES, consolidate, weights
+from zerohvd.checkpoint.offline.consolidate import SUFFIXES, WriteWeights, consolidate, weights
+from zerohvd.tools.adapters import AdapterNotFoundError, load_adapter
 
 _WIDTH_WITHOUT_TERMINAL = 120
+TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -41,7 +43,7 @@ def add_parser(subparsers: Any) -> None:
         "consolidate",
         help="write the weights into one plain file",
         description="Writes the model's weights into one file. Its suffix says which kind: "
-        f"{', '.join(SUFFIXES)}.",
+        f"{', '.join([*SUFFIXES, *TORCH_SUFFIXES])}.",
     )
     action.add_argument("dir", type=Path, metavar="DIR")
     action.add_argument("out", type=Path, metavar="OUT")
@@ -138,9 +140,20 @@ def _consolidate(args: argparse.Namespace) -> int:
     reader = Reader.open(args.dir)
     total = sum(t.nbytes for t in weights(reader, masters=args.masters).values())
     with _progress(f"writing {args.out.name}", total) as each:
-        consolidate(args.dir, args.out, masters=args.masters, each=each)
+        others = _torch_writers() if args.out.suffix in TORCH_SUFFIXES else {}
+        consolidate(args.dir, args.out, masters=args.masters, each=each, others=others)
     print(f"{args.out}: {_bytes(args.out.stat().st_size)}")
     return 0
+
+
+def _torch_writers() -> Mapping[str, WriteWeights]:
+    try:
+        return load_adapter("torch").weight_files
+    except (ImportError, AdapterNotFoundError) as error:
+        raise CheckpointError(
+            f"a torch state_dict is written by zerohvd.torch, which cannot be loaded ({error}): "
+            "install torch and Horovod for it, or write a .safetensors file"
+        ) from error
 
 
 def _verify(args: argparse.Namespace) -> int:

@@ -1,0 +1,144 @@
+"""What adapters share beside steps and states: names, present gradients, monitors, files."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+
+from zerohvd.config import ZeroConfig
+from zerohvd.errors import DisagreementError
+from zerohvd.layout import ParamSpec, build_layout
+from zerohvd.testing import ThreadWorld
+from zerohvd.training import graph, mapped_file
+from zerohvd.training.monitor import check_mode, improvement
+from zerohvd.training.naming import group_numbers, groups_bucket_bytes, name_params, unique_names
+from zerohvd.training.present import agree_on_present, check_present
+
+
+def test_names_come_from_the_model_in_its_order():
+    groups = [["p2"], [("given", "p0")], ["p1"]]
+    assert name_params(groups, None) == {"p2": "group0.0", "p0": "given", "p1": "group2.0"}
+    assert name_params(groups, None, first_group=3)["p1"] == "group5.0"
+    model = [("a", "p0"), ("b", "p1"), ("tied", "p1"), ("other", "p9"), ("c", "p2")]
+    assert list(name_params(groups, model).items()) == [("p0", "a"), ("p1", "b"), ("p2", "c")]
+
+
+@pytest.mark.parametrize(
+    ("named", "match"),
+    [
+        ([("a", "p0")], "1 that are not among them"),
+        ([("a", "p0"), ("a", "p1")], "twice"),
+        (["p0"], "pairs"),
+    ],
+)
+def test_names_that_do_not_do(named, match):
+    with pytest.raises(ValueError, match=match):
+        name_params([["p0", "p1"]], named)
+
+
+def test_groups_are_numbers_or_lists():
+    def is_param(member):
+        return isinstance(member, str)
+
+    assert group_numbers([["a"], ["b", "c"]], is_param) == {"a": 1, "b": 2, "c": 2}
+    assert group_numbers(None, is_param) == group_numbers(3, is_param) == {}
+    for wrong, match in (([["a"], ["a"]], "two groups"), ([[1]], "tensors"), (-1, "at least 0")):
+        with pytest.raises(ValueError, match=match):
+            group_numbers(wrong, is_param)
+    assert [groups_bucket_bytes(g, 10) for g in (None, 0, [["a"]], 3, 100)] == [
+        None,
+        None,
+        None,
+        4,
+        1,
+    ]
+
+
+def test_a_gradient_on_any_rank_is_present_on_all():
+    def agree(c):
+        return agree_on_present(c, [c.rank, 9], weighted=False)
+
+    assert ThreadWorld(4).run(agree) == [{0, 1, 2, 3, 9}] * 4
+    check_present([1], {0, 1}, ["a", "b"])
+    with pytest.raises(ValueError, match=r"\['b'\] came after a first step"):
+        check_present([0, 1], {0}, ["a", "b"])
+
+
+def test_either_all_ranks_count_or_none():
+    def agree(c):
+        with pytest.raises(DisagreementError, match=r"only ranks \[2\] say"):
+            agree_on_present(c, [], weighted=c.rank == 2)
+        return True
+
+    assert all(ThreadWorld(3).run(agree))
+
+
+def test_all_ranks_take_rank_0s_word_for_an_improvement():
+    def watch(c):
+        logs = {"loss": 1.0 + c.rank, "accuracy": 0.5 - c.rank}
+        return [
+            improvement(logs, "loss", best, mode, c)
+            for best, mode in ((None, "min"), (1.5, "min"), (0.5, "min"), (0.5, "max"))
+        ]
+
+    assert ThreadWorld(3).run(watch) == [[1.0, 1.0, None, 1.0]] * 3
+    with pytest.raises(ValueError, match=r"monitors 'val_loss', but the metrics are \['loss'\]"):
+        improvement({"loss": 1.0}, "val_loss", None, "min", None)
+    assert check_mode("max") == "max"
+    with pytest.raises(ValueError, match="mode"):
+        check_mode("best")
+
+
+def test_a_mapped_file_has_no_name(tmp_path):
+    mapping = mapped_file.map_unnamed(tmp_path, 5000, "state")
+    mapping[4999] = 7
+    assert len(mapping) == 5000 and mapping[4999] == 7 and mapping[0] == 0
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_full_disk_is_said_at_once(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=r"cannot reserve 8 bytes for state in .*No space left"):
+        mapped_file.map_unnamed(tmp_path, 8, "state")
+    assert os.listdir(tmp_path) == []
+
+
+def test_names_that_occur_twice_get_numbers():
+    assert unique_names(["w", "b", "w", "w"]) == ["w", "b", "w#2", "w#3"]
+
+
+def test_a_graphs_layout_keeps_tables_and_whole_parameters_in_one_chunk(monkeypatch):
+    monkeypatch.setattr(graph, "_CHUNK_BYTES", 1024)
+    large, table = ParamSpec("w", (4096,)), ParamSpec("table", (4096,), group="table")
+    config = ZeroConfig(stage=2, bucket_bytes=512)
+
+    def chunks(specs, partition="flat", config=config, size=2):
+        return len(graph.lay_out(specs, partition, config, size).slots_of[0])
+
+    assert chunks([large]) > 1
+    assert chunks([large, table]) == chunks([large], "parameter") == chunks([large], size=1) == 1
+    plain = ZeroConfig(stage=0, bucket_bytes=512)
+    assert chunks([large], config=plain) == 1
+    assert graph.lay_out([large], "flat", plain, 2).size == 1
+
+
+def test_shards_are_updated_in_parts_of_an_eighth_of_a_bucket(monkeypatch):
+    monkeypatch.setattr(graph, "_LEAST_PART_BYTES", 64)
+    config = ZeroConfig(stage=2, bucket_bytes=2048)
+    layout = graph.lay_out([ParamSpec("w", (512,))], "flat", config, 2)
+    parts = graph.updated_pieces(layout, 1, config)
+    assert [p.param_span.length for p in parts] == [64] * 4
+    assert parts[0].joined(parts[-1]) == next(layout.pieces(1))
+    whole = graph.lay_out([ParamSpec("w", (512,))], "parameter", config, 2)
+    assert graph.updated_pieces(whole, 0, config) == list(whole.pieces(0))
+
+
+def test_buckets_go_one_by_one_until_there_is_room():
+    layout = build_layout([ParamSpec(f"p{i}", (64,)) for i in range(8)], 2, bucket_bytes=256)
+    assert len(layout.buckets) == 8 and graph.buckets_alone(layout) == graph.ROOM
+    assert graph.buckets_alone(build_layout([], 2)) == 0
