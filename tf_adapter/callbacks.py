@@ -8,6 +8,7 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 
+from zerohvd.checkpoint.errors import on_one_rank
 from zerohvd.communication.metrics import Snapshot
 from zerohvd.keras import compat
 from zerohvd.keras.checkpoint import whole_model
@@ -228,7 +229,7 @@ class Checkpoint(keras.callbacks.Callback):
             return
         path = self.filepath.format(epoch=epoch + 1, **logs)
         if self.save_weights_only:
-            whole_model.on_one_rank(lambda: self.model.save_weights(path), ranks_of(self.model))
+            on_one_rank(lambda: self.model.save_weights(path), ranks_of(self.model))
         else:
             whole_model.save_model(self.model, path)
 

@@ -12,10 +12,10 @@ import tensorflow as tf
 
 from zerohvd.checkpoint import session
 from zerohvd.checkpoint.matching import STATE, LoadPlan, Names, Slot, state_span
+from zerohvd.checkpoint.offline.weights_h5 import open_weights
 from zerohvd.checkpoint.reader import ArraySource
 from zerohvd.keras import compat
 from zerohvd.keras.checkpoint.holdings import Holdings
-from zerohvd.keras.checkpoint.plain_files import open_weights
 from zerohvd.keras.optimizer import state
 from zerohvd.keras.params.pieces import PieceVariable
 from zerohvd.layout import Bucket, Span

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from zerohvd.communication.collectives import Collectives
-from zerohvd.errors import ZeroError
+from zerohvd.checkpoint.errors import on_one_rank
 from zerohvd.keras.optimizer import state
 from zerohvd.keras.optimizer.distributed import optimizer_of, ranks_of
 
@@ -38,20 +36,3 @@ def save_model(model: Any, filepath: Any, *, root: int = 0, **options: Any) -> N
                 optimizer.saved_state = None
 
     on_one_rank(write, ranks_of(model), root)
-
-
-def on_one_rank(function: Callable[[], None], collectives: Collectives, root: int = 0) -> None:
-    """Run `function` on rank `root` while the others wait; an error is raised on all of them."""
-    error: Exception | None = None
-    if collectives.rank == root:
-        try:
-            function()
-        except Exception as caught:  # every rank hears of it below
-            error = caught
-    text = collectives.broadcast_object(
-        None if error is None else f"{type(error).__name__}: {error}", root, name="zero/saved"
-    )
-    if error is not None:
-        raise error
-    if text is not None:
-        raise ZeroError(f"rank {root} could not save: {text}")

@@ -21,8 +21,8 @@ from zerohvd.keras.communication.wire import Wire, join
 from zerohvd.keras.optimizer import averages, partition, state, weighting
 from zerohvd.keras.optimizer.step import ShardedStep
 from zerohvd.keras.params import broadcasting
-from zerohvd.keras.params.layouts import specs_of
 from zerohvd.keras.params.pieces import PieceVariable, owned_pieces, tf_variable
+from zerohvd.keras.params.shards import specs_of
 from zerohvd.launchers import check_ranks
 from zerohvd.training.graph import lay_out
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -10,8 +11,12 @@ import tensorflow as tf
 from zerohvd.keras.communication.ordering import after
 from zerohvd.keras.communication.wire import Wire
 from zerohvd.keras.params import buffers
-from zerohvd.keras.params.pieces import PieceVariable, tf_variable
-from zerohvd.layout import Bucket, Layout
+from zerohvd.keras.params.pieces import PieceVariable, tf_variable, variable_path
+from zerohvd.layout import Bucket, Layout, ParamSpec
+from zerohvd.training.naming import unique_names
+
+# Names of variables whose gradients are tf.IndexedSlices; `build` sees variables, not gradients.
+_TABLE = re.compile("embed|table")
 
 
 class ShardedVariables:
@@ -94,3 +99,25 @@ class ShardedVariables:
                 shard = self.wire.live(shard)
         full = self.wire.allgather(shard, bucket.lengths, self.name_of(bucket, "allgather"))
         return assembly.add(bucket, full)
+
+
+def specs_of(variables: Sequence[Any], tables: Collection[int]) -> list[ParamSpec]:
+    """Unique names, shapes and dtypes of the variables.
+
+    An embedding table (`tables`: the variables whose gradients are known to be tf.IndexedSlices)
+    gets a bucket of its own: only then can its gradient be sent as rows.
+    """
+    specs = []
+    names = unique_names([variable_path(v) for v in variables])
+    for index, (variable, name) in enumerate(zip(variables, names, strict=True)):
+        path = variable_path(variable)
+        if getattr(variable, "overwrite_with_gradient", False):
+            raise ValueError(
+                f"variable {path!r} is overwritten with its gradient (float8 training), which "
+                "zerohvd does not support"
+            )
+        dtype = tf_variable(variable).dtype.base_dtype.name
+        looks_so = len(variable.shape) > 1 and _TABLE.search(path.split("/")[-1].lower())
+        group = name if index in tables or looks_so else 0
+        specs.append(ParamSpec(name, tuple(variable.shape), dtype, group))
+    return specs

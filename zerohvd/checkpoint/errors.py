@@ -90,3 +90,20 @@ def describe(error: Exception) -> tuple[str, str]:
 def cannot(doing: str, path: Path, error: OSError) -> CheckpointError:
     """`error` with the file it is about, which the system call may have left out."""
     return CheckpointError(f"cannot {doing} {path}: {error.strerror or error}")
+
+
+def on_one_rank(function: Callable[[], None], collectives: Collectives, root: int = 0) -> None:
+    """Run `function` on rank `root` while the others wait; an error is raised on all of them."""
+    error: Exception | None = None
+    if collectives.rank == root:
+        try:
+            function()
+        except Exception as caught:  # every rank hears of it below
+            error = caught
+    text = collectives.broadcast_object(
+        None if error is None else f"{type(error).__name__}: {error}", root, name="zero/saved"
+    )
+    if error is not None:
+        raise error
+    if text is not None:
+        raise ZeroError(f"rank {root} could not save: {text}")

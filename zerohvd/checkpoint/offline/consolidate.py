@@ -16,6 +16,7 @@ import numpy as np
 from zerohvd.checkpoint import format as fmt
 from zerohvd.checkpoint.errors import CheckpointError, cannot
 from zerohvd.checkpoint.manifest import TensorInfo
+from zerohvd.checkpoint.offline.weights_h5 import open_h5py
 from zerohvd.checkpoint.reader import Reader
 
 Each = Callable[[int], None]
@@ -136,10 +137,7 @@ def _write_keras(path: Path, reader: Reader, found: Mapping[str, TensorInfo], ea
             "only a checkpoint that zerohvd.keras has saved knows where Keras looks for a weight "
             "in a .weights.h5 file: write a .safetensors file"
         )
-    try:
-        h5py: Any = importlib.import_module("h5py")
-    except ImportError as error:
-        raise CheckpointError(f"a .weights.h5 file needs h5py: {error}") from error
+    h5py = open_h5py()
     with h5py.File(path, "w") as file:
         for name, place in places.items():
             info = found[name]

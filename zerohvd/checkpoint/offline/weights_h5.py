@@ -1,17 +1,26 @@
-"""Keras' own files of weights, read range by range."""
+"""Keras' own files of weights (HDF5), read range by range without Keras."""
 
 from __future__ import annotations
 
+import importlib
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
+import numpy.typing as npt
 
 from zerohvd.checkpoint import ArraySource, CheckpointError, TensorInfo
 from zerohvd.layout import Span
+
+
+def open_h5py() -> Any:
+    """Return the module h5py, which comes with Keras and is needed for nothing else."""
+    try:
+        return importlib.import_module("h5py")
+    except ImportError as error:
+        raise CheckpointError(f"a .weights.h5 file needs h5py: {error}") from error
 
 
 def open_weights(path: Path, places: Mapping[str, str]) -> ArraySource:
@@ -21,6 +30,7 @@ def open_weights(path: Path, places: Mapping[str, str]) -> ArraySource:
         path: The file.
         places: Name of a variable -> where the file has it.
     """
+    h5py = open_h5py()
     try:
         file = h5py.File(_inside(path) if path.suffix == ".keras" else path, "r")
     except (OSError, KeyError, zipfile.BadZipFile) as error:
@@ -38,7 +48,7 @@ def open_weights(path: Path, places: Mapping[str, str]) -> ArraySource:
 
     file.visititems(note)
 
-    def fetch(info: TensorInfo, span: Span) -> np.ndarray:
+    def fetch(info: TensorInfo, span: Span) -> npt.NDArray[Any]:
         return _range(stored_as[info.key], span, info.dtype)
 
     return ArraySource(found, fetch)
@@ -53,7 +63,7 @@ def _dtype(stored: Any) -> str:
     return str(stored.attrs.get("dtype", stored.dtype.name))
 
 
-def _range(stored: Any, span: Span, dtype: str) -> np.ndarray:
+def _range(stored: Any, span: Span, dtype: str) -> npt.NDArray[Any]:
     """Elements of the flattened dataset, by way of the rows that hold them."""
     if not stored.shape:
         return np.ascontiguousarray(stored[()]).reshape(-1)
@@ -62,7 +72,5 @@ def _range(stored: Any, span: Span, dtype: str) -> np.ndarray:
     rows = np.ascontiguousarray(stored[first:last]).reshape(-1)
     part = rows[span.start - first * row : span.stop - first * row]
     if dtype == "bfloat16" and part.dtype.itemsize != 2:
-        import ml_dtypes
-
-        return part.astype(ml_dtypes.bfloat16)
+        return np.asarray(part, importlib.import_module("ml_dtypes").bfloat16)
     return np.ascontiguousarray(part)
