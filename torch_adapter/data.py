@@ -8,6 +8,8 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
+from zerohvd.training.samples import SampleShare, padded
+
 
 class DistributedSampler(torch.utils.data.Sampler[int]):
     """Gives each rank its share of a dataset, every sample exactly once.
@@ -22,6 +24,9 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         rank: This rank; Horovod's unless given.
         shuffle: Another order in every epoch, the same on all ranks; see `set_epoch`.
         seed: Of the order; must be the same on all ranks.
+
+    Attributes:
+        share: This rank's share of the samples.
     """
 
     def __init__(
@@ -34,11 +39,7 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
     ) -> None:
         self.num_replicas = hvd.size() if num_replicas is None else num_replicas
         self.rank = hvd.rank() if rank is None else rank
-        if not 0 <= self.rank < self.num_replicas:
-            raise ValueError(
-                f"rank must be in [0, num_replicas={self.num_replicas}), got {self.rank}"
-            )
-        self._samples = len(dataset)
+        self.share = SampleShare(len(dataset), self.num_replicas, self.rank)
         self._shuffle = shuffle
         self._seed = seed
         self.epoch = 0
@@ -46,18 +47,18 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         if self._shuffle:
             generator = torch.Generator().manual_seed(self._seed + self.epoch)
-            order = torch.randperm(self._samples, generator=generator)
+            order = torch.randperm(self.share.samples, generator=generator)
         else:
-            order = torch.arange(self._samples)
+            order = torch.arange(self.share.samples)
         return iter(order[self.rank :: self.num_replicas].tolist())
 
     def __len__(self) -> int:
-        return len(range(self.rank, self._samples, self.num_replicas))
+        return len(self.share)
 
     @property
     def largest_share(self) -> int:
         """Samples of the rank that has most."""
-        return -(-self._samples // self.num_replicas)
+        return self.share.largest
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffle differently; call it before each epoch, on all ranks."""
@@ -84,12 +85,5 @@ def even_steps(loader: torch.utils.data.DataLoader[Any]) -> Iterator[Any]:
         )
     if loader.batch_size is None:
         raise ValueError("even_steps needs a DataLoader with a batch_size")
-    share = sampler.largest_share
-    size = loader.batch_size
-    steps = share // size if loader.drop_last else -(-share // size)
-    done = 0
-    for batch in loader:
-        yield batch
-        done += 1
-    for _ in range(done, steps):
-        yield None
+    steps = sampler.share.most_steps(loader.batch_size, drop_last=loader.drop_last)
+    return padded(loader, steps)

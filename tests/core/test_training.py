@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from zerohvd.config import ZeroConfig
 from zerohvd.errors import DisagreementError
@@ -14,7 +17,9 @@ from zerohvd.testing import ThreadWorld
 from zerohvd.training import graph, mapped_file
 from zerohvd.training.monitor import check_mode, improvement
 from zerohvd.training.naming import group_numbers, groups_bucket_bytes, name_params, unique_names
+from zerohvd.training.ownership import OwnerMark, unless_gone
 from zerohvd.training.present import agree_on_present, check_present
+from zerohvd.training.samples import SampleShare, padded
 
 
 def test_names_come_from_the_model_in_its_order():
@@ -142,3 +147,50 @@ def test_buckets_go_one_by_one_until_there_is_room():
     layout = build_layout([ParamSpec(f"p{i}", (64,)) for i in range(8)], 2, bucket_bytes=256)
     assert len(layout.buckets) == 8 and graph.buckets_alone(layout) == graph.ROOM
     assert graph.buckets_alone(build_layout([], 2)) == 0
+
+
+class Owned:
+    """Something that an owner can be noted on."""
+
+
+def test_a_mark_keeps_no_owner_alive_and_survives_pickling():
+    mark, marked, owner = OwnerMark("_owner"), Owned(), Owned()
+    assert mark.owner_of(marked) is None
+    mark.set(marked, owner)
+    assert mark.owner_of(marked) is owner
+    assert mark.owner_of(pickle.loads(pickle.dumps(marked))) is None
+    del owner
+    assert mark.owner_of(marked) is None
+    mark.set(marked, None)
+    assert mark.owner_of(marked) is None
+
+
+def test_a_call_back_keeps_nothing_alive():
+    class Counter:
+        calls = 0
+
+        def count(self):
+            Counter.calls += 1
+
+    counter = Counter()
+    call = unless_gone(counter.count)
+    call()
+    del counter
+    call()
+    assert Counter.calls == 1
+
+
+@given(st.integers(0, 50), st.integers(1, 9), st.integers(1, 7), st.booleans())
+def test_shares_of_samples_differ_by_one_and_ranks_step_alike(samples, ranks, batch, drop_last):
+    shares = [SampleShare(samples, ranks, r) for r in range(ranks)]
+    assert sum(map(len, shares)) == samples
+    assert max(map(len, shares)) == shares[0].largest <= min(map(len, shares)) + 1
+    steps = shares[0].most_steps(batch, drop_last=drop_last)
+    for share in shares:
+        own = len(share) // batch if drop_last else -(-len(share) // batch)
+        assert len(list(padded(range(own), steps))) == steps >= own
+
+
+def test_a_rank_that_is_none_has_no_share():
+    with pytest.raises(ValueError, match=r"rank must be in \[0, num_replicas=2\), got 2"):
+        SampleShare(10, 2, 2)

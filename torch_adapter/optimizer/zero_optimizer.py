@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import math
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -29,6 +28,7 @@ from zerohvd.torch.params.naming import name_parameters
 from zerohvd.torch.params.owned import MakeMemory, NamedParam
 from zerohvd.torch.stage3.deferred import is_deferred
 from zerohvd.torch.stage3.units import Units
+from zerohvd.training.ownership import unless_gone
 from zerohvd.training.step import MustAgree
 
 MakeUnits = Callable[[TorchCollectives | LocalCollectives, str], Units]
@@ -102,7 +102,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._shard_initially(named)
         collectives.log.reset()
         if self.units is not None:
-            self.units.on_gather = _unless_gone(self.gradients.renew_log)
+            self.units.on_gather = unless_gone(self.gradients.renew_log)
 
     # -- being a torch optimizer -------------------------------------------------------------
 
@@ -487,15 +487,3 @@ def _prefix(collectives: TorchCollectives | LocalCollectives) -> str:
         return "zero"
     members = collectives.process_set_id
     return f"zero{members}.{agree_on_instance(collectives, members)}"
-
-
-def _unless_gone(method: Callable[[], None]) -> Callable[[], None]:
-    """The same call, without keeping its object alive."""
-    held = weakref.WeakMethod(method)
-
-    def call() -> None:
-        living = held()
-        if living is not None:
-            living()
-
-    return call

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from zerohvd.layout import Layout, ParamSpec, Piece
 from zerohvd.torch.communication import arrays
+from zerohvd.training.ownership import OwnerMark
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,40 +65,10 @@ MakeMemory = Callable[[Layout, Sequence[torch.nn.Parameter]], ParamMemory]
 
 # -- belonging -------------------------------------------------------------------------------------
 
-_OPTIMIZER, _UNITS = "_zerohvd_owner", "_zerohvd_units"
+_optimizer, _units = OwnerMark("_zerohvd_owner"), OwnerMark("_zerohvd_units")
 
-
-class _WeakOwner(weakref.ref):  # type: ignore[type-arg]
-    """A weak reference from a parameter to its owner. One that comes from a file belongs to nobody.
-
-    Autograd's references to parameters are invisible to the garbage collector: a strong reference
-    from a parameter to who holds it would keep a model alive that nobody has any more.
-    """
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
-
-
-def set_optimizer(param: torch.nn.Parameter, optimizer: Any) -> None:
-    """Note which optimizer takes the gradients of a parameter; None: no one any more."""
-    setattr(param, _OPTIMIZER, None if optimizer is None else _WeakOwner(optimizer))
-
-
-def optimizer_of(param: torch.nn.Parameter) -> Any:
-    """Return the sharded optimizer that a parameter belongs to, or None."""
-    owner = getattr(param, _OPTIMIZER, None)
-    return None if owner is None else owner()
-
-
-def set_units(param: torch.nn.Parameter, units: Any) -> None:
-    """Note who gathers a parameter; None: it is whole."""
-    setattr(param, _UNITS, None if units is None else _WeakOwner(units))
-
-
-def units_of(param: torch.nn.Parameter) -> Any:
-    """Return the units that gather a parameter, or None where it is whole."""
-    owner = getattr(param, _UNITS, None)
-    return None if owner is None else owner()
+set_optimizer, optimizer_of = _optimizer.set, _optimizer.owner_of  # who takes its gradients
+set_units, units_of = _units.set, _units.owner_of  # who gathers it; None: it is whole
 
 
 def check_free(named: NamedParam) -> None:
