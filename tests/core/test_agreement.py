@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from zerohvd.communication.agreement import check_agreement, check_same_data
+from zerohvd.communication.agreement import check_agreement, check_same_data, fail_together
 from zerohvd.errors import DisagreementError
 from zerohvd.layout import ParamSpec, build_layout
 from zerohvd.testing import ThreadWorld
@@ -165,3 +165,17 @@ def test_ranks_that_see_other_data_are_told_so():
         return True
 
     assert all(ThreadWorld(4).run(check))
+
+
+def test_what_fails_on_one_rank_fails_on_all():
+    def build(c, failing):
+        try:
+            with fail_together(c, "see rank 1", name="built"):
+                if c.rank == failing:
+                    raise KeyError("mine")
+        except (KeyError, DisagreementError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    other = "DisagreementError: see rank 1"
+    assert ThreadWorld(3).run(build, 1) == [other, "KeyError: 'mine'", other]
+    assert ThreadWorld(3).run(build, None) == [None] * 3

@@ -9,13 +9,13 @@ later, whenever that is.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from zerohvd.stage3.history import History, Operation
 from zerohvd.torch import compat
 from zerohvd.torch.compat import TorchDispatchMode, tree_iter, tree_map
 
@@ -36,17 +36,14 @@ _REPLACE = {
 }
 
 
-@dataclasses.dataclass(eq=False)
-class _Step:
-    """One operation that has been written down."""
+class _Call(NamedTuple):
+    """One operation that has been recorded."""
 
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: list[torch.Tensor]  # those with memory of their own
     random: torch.Tensor | None  # the generator's state before it
-    reads: set[torch.UntypedStorage]
-    writes: set[torch.UntypedStorage]
 
 
 class _Place(NamedTuple):
@@ -59,24 +56,16 @@ class _Place(NamedTuple):
 class Tape:
     """What has been done to tensors without memory.
 
-    Views need not be written down: a view knows which memory it is of, and where it lies in it.
+    Views need not be recorded: a view knows which memory it is of, and where it lies in it.
     Tensors are kept alive, or another one could get the identity of their memory.
     """
 
     def __init__(self) -> None:
-        self._steps: list[_Step] = []
-        self._writers: dict[torch.UntypedStorage, list[int]] = {}
+        self.history: History[_Call] = History()
         self._alive: dict[torch.UntypedStorage, torch.Tensor] = {}
 
     def allocate(self, tensor: torch.Tensor) -> None:
         self._alive.setdefault(_memory(tensor), _alias(tensor))
-
-    def add(self, step: _Step) -> None:
-        for tensor in step.outputs:
-            self.allocate(tensor)
-        for memory in step.writes:
-            self._writers.setdefault(memory, []).append(len(self._steps))
-        self._steps.append(step)
 
     def holds(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.is_meta and _memory(value) in self._alive
@@ -92,44 +81,25 @@ class Tape:
             start = int(into.storage_offset()) * into.element_size()
             made[_memory(tensor)] = _Place(into.untyped_storage(), start)
         with torch.no_grad():
-            for number in self._needed(_memory(tensor)):
-                self._redo(self._steps[number], made)
+            for call in self.history.behind(_memory(tensor)):
+                self._redo(call, made)
             return _real(tensor, made)
 
-    def _needed(self, memory: torch.UntypedStorage) -> list[int]:
-        """The steps behind the last state of some memory, in order."""
-        needed: set[int] = set()
-        open_ = [(memory, len(self._steps))]
-        while open_:
-            wanted, before = open_.pop()
-            for number in reversed(self._writers.get(wanted, [])):
-                if number >= before:
-                    continue
-                step = self._steps[number]
-                replaced = _replaces(step, wanted)
-                if number not in needed:
-                    needed.add(number)
-                    others = step.reads - {wanted} if replaced else step.reads
-                    open_.extend((m, number) for m in others if m != wanted)
-                if replaced:
-                    break
-        return sorted(needed)
-
-    def _redo(self, step: _Step, made: dict[torch.UntypedStorage, _Place]) -> None:
+    def _redo(self, call: _Call, made: dict[torch.UntypedStorage, _Place]) -> None:
         def real(value: Any) -> Any:
             return _real(value, made) if self.holds(value) else value
 
-        args, kwargs = tree_map(real, step.args), tree_map(real, step.kwargs)
-        if step.random is None:
-            outputs = step.func(*args, **kwargs)
+        args, kwargs = tree_map(real, call.args), tree_map(real, call.kwargs)
+        if call.random is None:
+            outputs = call.func(*args, **kwargs)
         else:
-            generator = _generator(step.kwargs)
+            generator = _generator(call.kwargs)
             now = generator.get_state()
-            generator.set_state(step.random)
-            outputs = step.func(*args, **kwargs)
+            generator.set_state(call.random)
+            outputs = call.func(*args, **kwargs)
             generator.set_state(now)
         found = [t for t in tree_iter(outputs) if isinstance(t, torch.Tensor)]
-        for meta, value in zip(step.outputs, found, strict=False):
+        for meta, value in zip(call.outputs, found, strict=False):
             if _memory(meta) in made:
                 _real(meta, made).copy_(value)
             else:
@@ -192,18 +162,19 @@ class _Recorder(TorchDispatchMode):
         on_meta = dict(kwargs)
         if "device" in on_meta:
             on_meta["device"] = torch.device("meta")
-        reads = {_memory(t) for t in tree_iter((args, kwargs)) if self._tape.holds(t)}
+        reads = frozenset(_memory(t) for t in tree_iter((args, kwargs)) if self._tape.holds(t))
         outputs = func(*tree_map(_meta, args), **tree_map(_meta, on_meta))
         new = [t for t in tree_iter(outputs) if isinstance(t, torch.Tensor)]
-        written = {_memory(t) for t in _written(func, args, kwargs)}
+        written = frozenset(_memory(t) for t in _written(func, args, kwargs))
         made = [t for t in new if _memory(t) not in reads]
         for tensor in made:
             self._tape.allocate(tensor)
         if func not in _EMPTY and (made or written):
             held = tree_map(_kept, args), tree_map(_kept, _on_host(kwargs))
-            writes = written | {_memory(t) for t in made}
-            aliases = [_alias(t) for t in made]
-            self._tape.add(_Step(func, *held, aliases, before, reads, writes))
+            call = _Call(func, *held, [_alias(t) for t in made], before)
+            new_memory = frozenset(_memory(t) for t in made)
+            replaced = new_memory | _replaced(call)
+            self._tape.history.add(Operation(call, reads, written | new_memory, replaced))
         if random:
             self._draw(func, args, kwargs)
         return outputs
@@ -374,12 +345,10 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
     return [values[n] for n in names if isinstance(values.get(n), torch.Tensor)]
 
 
-def _replaces(step: _Step, memory: torch.UntypedStorage) -> bool:
-    """Whether nothing that was in this memory before matters after the step."""
-    if any(_memory(t) == memory for t in step.outputs):
-        return True
-    if compat.operator_name(step.func) not in _REPLACE:
-        return False
-    target = step.args[0]
+def _replaced(call: _Call) -> frozenset[torch.UntypedStorage]:
+    """The memory, if any, of which every element is written and none is read."""
+    if compat.operator_name(call.func) not in _REPLACE:
+        return frozenset()
+    target = call.args[0]
     whole = target.numel() * target.element_size() == target.untyped_storage().nbytes()
-    return bool(whole and _memory(target) == memory)
+    return frozenset({_memory(target)} if whole else ())

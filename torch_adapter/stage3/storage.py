@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from zerohvd.communication.agreement import fail_together
 from zerohvd.communication.collectives import Handle
-from zerohvd.errors import DisagreementError
 from zerohvd.layout import Layout
 from zerohvd.torch.communication import arrays
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
@@ -143,21 +143,13 @@ class UnitFlats:
         """Write the first values on the first rank; raise on all ranks if that fails."""
         for flat in self.flats:
             flat.zero_()  # padding is zero for ever, as every rank's part of it is
-        error: Exception | None = None
-        try:
+        complaint = (
+            "the first rank could not make the first values of the parameters of this unit: "
+            f"{', '.join(p.name for p in self.layout.params[:3])}, ... See its error"
+        )
+        with fail_together(self._collectives, complaint, name=f"{self._prefix}/filled"):
             for i, param in self._members if self._rank == 0 else ():
                 fill(param, self._own.views[i])
-        except Exception as raised:
-            error = raised
-        failed = torch.tensor([0.0 if error is None else 1.0])
-        self._collectives.allreduce_start(failed, "max", name=f"{self._prefix}/filled").wait()
-        if error is not None:
-            raise error
-        if failed.item():
-            raise DisagreementError(
-                "the first rank could not make the first values of the parameters of this unit: "
-                f"{', '.join(p.name for p in self.layout.params[:3])}, ... See its error"
-            )
 
     def _share(self) -> list[torch.Tensor]:
         """Broadcast the first rank's values and return a copy of this rank's shards."""

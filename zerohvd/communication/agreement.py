@@ -7,16 +7,38 @@ works between ranks that disagree about everything.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from zerohvd.communication.collectives import Collectives
+from zerohvd.communication.collectives import AsyncCollectives, Collectives
 from zerohvd.errors import DisagreementError
 from zerohvd.layout import Layout, ParamSpec
+
+
+@contextlib.contextmanager
+def fail_together(collectives: AsyncCollectives, complaint: str, *, name: str) -> Iterator[None]:
+    """Raise on all ranks if the block fails on one. Collective, at the end of the block.
+
+    Args:
+        complaint: What ranks say whose own block has not failed.
+        name: Of the collective.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    failed = collectives.from_numpy(np.array([0.0 if error is None else 1.0], np.float32))
+    collectives.allreduce_start(failed, "max", name=name).wait()
+    if error is not None:
+        raise error
+    if collectives.to_numpy(failed)[0]:
+        raise DisagreementError(complaint)
 
 
 def check_agreement(

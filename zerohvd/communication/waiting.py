@@ -138,8 +138,8 @@ class Waiting:
     def even_out(self) -> None:
         """Take part in gathers until every rank has gathered every unit equally often.
 
-        From then on no gather that is under way needs this method's help to complete. Shards may
-        change after it: what a rank needs that has left it already is answered by the next wait.
+        Afterwards every gather under way completes by itself, and shards may change: a question of
+        a rank that is ahead is left to the next wait.
         """
         c = self._collectives
         if c.size == 1:
