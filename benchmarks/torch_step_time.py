@@ -91,7 +91,7 @@ def fsdp2(model: Any, opt: Any) -> Step:
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    return plainly(model, torch.optim.AdamW(model.parameters(), **opt.defaults))
+    return plainly(model, torch.optim.AdamW(model.parameters(), lr=opt.defaults["lr"], fused=True))
 
 
 def deepspeed(stage: int) -> Callable[[Any, Any], Step]:
