@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import horovod.torch as hvd
 import pytest
 import torch
@@ -175,6 +177,26 @@ def test_grad_scaler_where_ranks_own_nothing(stage):
     opt = distribute(model, adamw(model.parameters()), stage=stage)
     scaler = zero.GradScaler("cpu", init_scale=4.0)
     amp_train(model, opt, scaler, steps=4, poison=(1,))
+    assert scaler.get_scale() == 2.0
+    assert_replicated(model)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_grad_scaler_where_all_pieces_of_a_rank_are_frozen_later(stage):
+    """The one bucket is cut inside the large layer, so a rank owns nothing of the small one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
+    opt = distribute(model, adamw(model.parameters()), stage=stage)
+    scaler = zero.GradScaler("cpu", init_scale=4.0)
+    for step in range(4):
+        model[0].requires_grad_(step == 0)
+        before = model.state_dict()["1.weight"].clone()
+        opt.zero_grad()
+        poison = math.inf if step == 2 and hvd.rank() == 0 else 1.0
+        scaler.scale(model(torch.ones(2, 64)).sum() * poison).backward()
+        scaler.step(opt)
+        scaler.update()
+        assert torch.equal(before, model.state_dict()["1.weight"]) == (step == 2)
     assert scaler.get_scale() == 2.0
     assert_replicated(model)
 
