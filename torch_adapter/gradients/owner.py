@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from zerohvd.communication import weighting
 from zerohvd.communication.rendezvous import Rendezvous
 from zerohvd.communication.rounds import Rounds
 from zerohvd.numerics import clip_factor
@@ -134,6 +135,7 @@ class Gradients(GradientStep[Section]):
         """`end`, if the ranks have agreed on an overflow and not applied the gradients."""
         if self.synchronized and self._overflow:
             self.end()
+            weighting.clear()  # as step() does: the weight was that of this step
 
     def drop_all(self) -> None:
         """Forget every gradient, reduced or not."""

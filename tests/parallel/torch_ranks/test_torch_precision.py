@@ -23,6 +23,7 @@ from training import (
 )
 
 import zerohvd.torch as zero
+from zerohvd.communication import weighting
 
 
 def narrow(dtype):
@@ -199,6 +200,17 @@ def test_grad_scaler_where_all_pieces_of_a_rank_are_frozen_later(stage):
         assert torch.equal(before, model.state_dict()["1.weight"]) == (step == 2)
     assert scaler.get_scale() == 2.0
     assert_replicated(model)
+
+
+def test_a_skipped_step_uses_up_its_weight():
+    model = make_model()
+    opt = distribute(model, adamw(model.parameters()))
+    scaler = zero.GradScaler("cpu", init_scale=4.0)
+    zero.weight(hvd.rank() + 1)
+    scaler.scale(loss_of(model, batch(0, hvd.rank())) * math.inf).backward()
+    scaler.step(opt)
+    assert scaler.get_scale() == 4.0  # until update()
+    assert weighting.announced() is None
 
 
 @pytest.mark.parametrize("stage", STAGES)
