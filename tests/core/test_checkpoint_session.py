@@ -190,6 +190,14 @@ def test_tied_tensors_are_found_under_any_of_their_names():
     assert untied.weight(slot("head")).name == "embed"
 
 
+def test_state_of_tied_tensors_is_found_under_any_of_their_names():
+    """Tensors and counters alike: Adam with momenta but without its step fails."""
+    tied = matching(infos("state.exp_avg/head"), Names(["embed"], aliases={"head": "embed"}))
+    assert list(tied.states("embed")) == ["exp_avg"]
+    assert tied.by_name({"head": {"step": 3}}, "embed") == {"step": 3}
+    assert tied.by_name({"other": {"step": 3}}, "embed") == {}
+
+
 def test_what_is_missing_and_unknown_is_named():
     with pytest.raises(ValueError, match=r"model has 1 .*'b'.* and the checkpoint has 1 .*'c'"):
         matching(infos("param/a", "param/c"), Names(["a", "b"])).check_names()

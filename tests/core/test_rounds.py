@@ -261,7 +261,7 @@ def test_a_pause_between_passes_and_going_on_elsewhere(stage):
             section.grads[index] = 1.0
             rounds.arrived(0, index)
         assert rounds.more_to_come()
-        rounds.pause()
+        rounds.pause(rounds.begun())
         kept, grads = section.reducer.sums, dict(section.grads)
         other = FakeSection(c, "s", 3)
         rest = Rounds(c, stage=stage, passes=3, prefix="t")
@@ -277,6 +277,24 @@ def test_a_pause_between_passes_and_going_on_elsewhere(stage):
         return other.totals()
 
     assert ThreadWorld(2).run(run) == [[6.0] * 3] * 2
+
+
+def test_a_pause_where_a_rank_has_run_fewer_passes():
+    """It sends zeros for the others, which would wait for it."""
+
+    def run(c):
+        section = FakeSection(c, "s", 3)
+        rounds = Rounds(c, stage=2, passes=3, prefix="t")
+        rounds.add(section)
+        for _ in range(2 - c.rank):
+            for index in range(3):
+                section.grads[index] = 1.0
+                rounds.arrived(0, index)
+        begun = rounds.begun()
+        rounds.pause(2)
+        return begun, rounds.done(), section.totals()
+
+    assert ThreadWorld(2).run(run) == [(2, 2, [3.0] * 3), (1, 2, [3.0] * 3)]
 
 
 @pytest.mark.parametrize("passes", [0, -1, 1.0, True, "2"])

@@ -22,10 +22,8 @@ from zerohvd.torch.optimizer.zero_optimizer import ZeroOptimizer
 REDUCED = "grad_sum"  # kind
 
 
-def check(opt: ZeroOptimizer) -> None:
-    """Raise unless a step can be interrupted now."""
-    if not opt.gradients.begun:
-        return
+def check(opt: ZeroOptimizer) -> int:
+    """Raise unless the step under way can be interrupted; return how many passes it has begun."""
     if opt.gradients.synchronized or not opt.gradients.rounds.more_to_come():
         raise RuntimeError(
             "the gradients of a step are complete but not applied: call opt.step() before you "
@@ -35,6 +33,7 @@ def check(opt: ZeroOptimizer) -> None:
         raise RuntimeError(
             "a step with zero.weight() is under way: save or load after opt.step()"
         )
+    return opt.gradients.rounds.begun()
 
 
 def progress(opt: ZeroOptimizer, held: Holdings) -> dict[str, Any] | None:

@@ -130,8 +130,8 @@ class TorchTraining:
             return join()
         opt.meet(call)
         if opt.gradients.begun:  # on all ranks alike, as they have just compared
-            together(opt.collectives, "pause", lambda: accumulation.check(opt))
-            opt.gradients.rounds.pause()
+            _, begun = together(opt.collectives, "pause", lambda: accumulation.check(opt))
+            opt.gradients.rounds.pause(max(begun))
         if opt.units is not None:
             opt.units.settle()
         return opt.collectives

@@ -106,16 +106,16 @@ class TorchTarget:
 
     def _plan_state(self, opt: ZeroOptimizer, plan: LoadPlan, stored: session.Stored) -> None:
         """The inner optimizer's state and options."""
-        values = stored.manifest.values
         state: dict[torch.Tensor, State] = {}
         for piece in self._held.pieces:
             found = plan.matching.states(piece.name)
-            if piece.param is None or (not found and piece.name not in values):
+            values = plan.matching.by_name(stored.manifest.values, piece.name)
+            if piece.param is None or not (found or values):
                 continue
             new = {key: self._state(opt, plan, piece, key) for key in found}
-            new.update(_decode_values(values.get(piece.name, {}), opt, piece.param))
+            new.update(_decode_values(values, opt, piece.param))
             state[piece.param] = new
-        frozen = self._frozen(opt, plan, values)
+        frozen = self._frozen(opt, plan, stored.manifest.values)
         groups = stored.state["groups"]
         plan.then(lambda: _put_state(opt, state, frozen, groups))
 
@@ -148,7 +148,7 @@ class TorchTarget:
         return present
 
     def _frozen(
-        self, opt: ZeroOptimizer, plan: LoadPlan, values: Mapping[str, Mapping[str, Any]]
+        self, opt: ZeroOptimizer, plan: LoadPlan, stored: Mapping[str, Mapping[str, Any]]
     ) -> dict[torch.nn.Parameter, State]:
         """The state of parameters of the optimizer that are not sharded here: frozen ones."""
         sharded = {p for section in opt.sections for p in section.params}
@@ -156,13 +156,14 @@ class TorchTarget:
         for param in opt.all_params():
             name = self._held.names[param]
             states = plan.matching.states(name)
-            if param in sharded or (not states and name not in values):
+            values = plan.matching.by_name(stored, name)
+            if param in sharded or not (states or values):
                 continue
             new = {
                 key: plan.fetch([(info, 1.0)], Span(0, info.numel), info.dtype).view(info.shape)
                 for key, info in states.items()
             }
-            new.update(_decode_values(values.get(name, {}), opt, param))
+            new.update(_decode_values(values, opt, param))
             found[param] = new
         return found
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from zerohvd.communication import weighting
 from zerohvd.communication.rendezvous import Rendezvous
 from zerohvd.communication.rounds import Rounds
 from zerohvd.numerics import clip_factor
@@ -21,7 +22,8 @@ class Gradients(GradientStep[Section]):
 
     Attributes:
         clipped: The reduced gradients have been clipped.
-        sentinel: What GradScaler sees of a rank that owns no piece: one element that never changes.
+        sentinel: What GradScaler sees of a rank whose pieces have no gradient: one element that
+            never changes.
     """
 
     def __init__(
@@ -87,6 +89,10 @@ class Gradients(GradientStep[Section]):
                 if owned.tensor.grad is not None:
                     yield owned.tensor.grad
 
+    def any_reduced(self) -> bool:
+        """Whether a piece of this rank has a reduced gradient."""
+        return next(self._reduced(), None) is not None
+
     def norm(self, p: float) -> float:
         """The p-norm of the reduced gradients of all ranks together."""
         norms = [torch.linalg.vector_norm(g, p, dtype=_wide(g)) for g in self._reduced()]
@@ -105,7 +111,7 @@ class Gradients(GradientStep[Section]):
 
         GradScaler looks at this rank's gradients alone, then decides whether to step and how to
         change the scale. Ranks that saw different things would diverge; so a rank that has none
-        gets one, and shows the sentinel if it owns no piece.
+        gets one, in the sentinel if its pieces have no gradient.
         """
         if self._overflow is None:
             grads = list(self._reduced())
@@ -129,6 +135,7 @@ class Gradients(GradientStep[Section]):
         """`end`, if the ranks have agreed on an overflow and not applied the gradients."""
         if self.synchronized and self._overflow:
             self.end()
+            weighting.clear()  # as step() does: the weight was that of this step
 
     def drop_all(self) -> None:
         """Forget every gradient, reduced or not."""

@@ -208,17 +208,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
             group = group_of[section.params[owned.piece.param]]
             self.inner.param_groups[group]["params"].append(owned.tensor)
         section.set_owner(self)
-        self._ensure_a_piece()
 
-    def _ensure_a_piece(self) -> None:
-        """Show a sentinel on a rank that owns nothing: GradScaler refuses an optimizer without any
-        gradient."""
+    def _show_sentinel(self, shown: bool) -> None:
+        """Show GradScaler a gradient on a rank that has none: it refuses such an optimizer."""
         params, sentinel = self.inner.param_groups[0]["params"], self.gradients.sentinel
-        owns = any(s.owned for s in self.sections)
-        if not owns and not params:
+        params[:] = [p for p in params if p is not sentinel]
+        if shown:
             params.append(sentinel)
-        elif owns and any(p is sentinel for p in params):
-            params[:] = [p for p in params if p is not sentinel]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, on all ranks; `param_group` as for any torch optimizer.
@@ -422,6 +418,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Reduce the gradients, and let every rank see that one of them is not finite."""
         self.synchronize()
         self.gradients.agree_on_overflow()
+        # A rank may own no piece, or pieces of frozen parameters only. On its own it has them all.
+        self._show_sentinel(self.collectives.size > 1 and not self.gradients.any_reduced())
 
     def scaled_by_caller(self) -> contextlib.AbstractContextManager[None]:
         """Inside, GradScaler unscales the gradients and decides whether to call `step()`."""

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from zerohvd.checkpoint.entries import Want
 from zerohvd.checkpoint.manifest import TensorInfo
@@ -25,6 +25,8 @@ STATE = "state."
 SHARED, OWN = "shared", "own"
 # Gradients that a rank has accumulated by itself, not reduced yet: "<name>@<rank>".
 LOCAL_GRAD = "grad"
+
+V = TypeVar("V")
 
 # Stored tensors that are added up, each times a factor.
 Parts = Sequence[tuple[TensorInfo, float]]
@@ -166,13 +168,14 @@ class Matching:
 
     # -- the optimizer ----------------------------------------------------------------------------
 
-    def states(self, name: str) -> dict[str, TensorInfo]:
+    def states(self, name: str) -> Mapping[str, TensorInfo]:
         """Key -> stored tensor, of the optimizer's state of a parameter."""
-        for candidate in self.candidates(name):
-            found = self._states_by_name.get(candidate)
-            if found:
-                return found
-        return {}
+        return self.by_name(self._states_by_name, name)
+
+    def by_name(self, stored: Mapping[str, Mapping[str, V]], name: str) -> Mapping[str, V]:
+        """What was stored for a parameter, under whatever name; empty if nothing was."""
+        found = (stored.get(candidate) for candidate in self.candidates(name))
+        return next((f for f in found if f), {})
 
     @functools.cached_property
     def _states_by_name(self) -> dict[str, dict[str, TensorInfo]]:

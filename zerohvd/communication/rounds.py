@@ -182,16 +182,25 @@ class Rounds:
         """How many backward passes of this step have been counted."""
         return self._done if self._stage >= 2 else max(self._counts.values(), default=0)
 
+    def begun(self) -> int:
+        """How many backward passes of this step have been counted or are under way."""
+        under_way = self._stage >= 2 and any(s.schedule.started for s in self._sections)
+        return self.done() + under_way
+
     def more_to_come(self) -> bool:
         """Whether another backward pass belongs to this step."""
-        under_way = self._stage >= 2 and any(s.schedule.started for s in self._sections)
-        return self.done() + under_way < self.passes
+        return self.begun() < self.passes
 
-    def pause(self) -> None:
-        """Finish the pass, and wait for what is in flight; all ranks must come here."""
+    def pause(self, passes: int) -> None:
+        """Finish this many passes, and wait for what is in flight; all ranks must come here.
+
+        Args:
+            passes: The most that any rank has begun: one that has run fewer of them sends zeros,
+                or the others would wait for it.
+        """
         if self._stage < 2:
             return  # nothing leaves before the last pass
-        if any(section.schedule.started for section in self._sections):
+        while self._done < passes:
             self._finish_round()
         for section in self._sections:
             section.reducer.finish()

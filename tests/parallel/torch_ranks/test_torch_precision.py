@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import horovod.torch as hvd
 import pytest
 import torch
@@ -21,6 +23,7 @@ from training import (
 )
 
 import zerohvd.torch as zero
+from zerohvd.communication import weighting
 
 
 def narrow(dtype):
@@ -177,6 +180,37 @@ def test_grad_scaler_where_ranks_own_nothing(stage):
     amp_train(model, opt, scaler, steps=4, poison=(1,))
     assert scaler.get_scale() == 2.0
     assert_replicated(model)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_grad_scaler_where_all_pieces_of_a_rank_are_frozen_later(stage):
+    """The one bucket is cut inside the large layer, so a rank owns nothing of the small one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
+    opt = distribute(model, adamw(model.parameters()), stage=stage)
+    scaler = zero.GradScaler("cpu", init_scale=4.0)
+    for step in range(4):
+        model[0].requires_grad_(step == 0)
+        before = model.state_dict()["1.weight"].clone()
+        opt.zero_grad()
+        poison = math.inf if step == 2 and hvd.rank() == 0 else 1.0
+        scaler.scale(model(torch.ones(2, 64)).sum() * poison).backward()
+        scaler.step(opt)
+        scaler.update()
+        assert torch.equal(before, model.state_dict()["1.weight"]) == (step == 2)
+    assert scaler.get_scale() == 2.0
+    assert_replicated(model)
+
+
+def test_a_skipped_step_uses_up_its_weight():
+    model = make_model()
+    opt = distribute(model, adamw(model.parameters()))
+    scaler = zero.GradScaler("cpu", init_scale=4.0)
+    zero.weight(hvd.rank() + 1)
+    scaler.scale(loss_of(model, batch(0, hvd.rank())) * math.inf).backward()
+    scaler.step(opt)
+    assert scaler.get_scale() == 4.0  # until update()
+    assert weighting.announced() is None
 
 
 @pytest.mark.parametrize("stage", STAGES)
