@@ -225,12 +225,13 @@ def _same_version(mpirun: Path, libmpi: Path) -> Path:
     """For launchers away from their library (site wrappers): compare what the two say."""
     library = _library_version(libmpi)
     ours = re.search(r"\d+\.\d+(\.\d+)?", _version_text(mpirun))
-    if ours is not None and ours.group() in library:
+    # Where the library cannot be asked, ranks that do not find each other still raise at the start.
+    if not library or (ours is not None and ours.group() in library):
         return mpirun
     raise LaunchError(
         f"{mpirun} is the launcher of another MPI than the one Horovod loads.\n"
         f"  launcher: {_version_text(mpirun) or 'does not say'}\n"
-        f"  Horovod:  {library or 'does not say'} ({libmpi})\n"
+        f"  Horovod:  {library} ({libmpi})\n"
         "Put the mpirun of that MPI first on PATH, or rebuild Horovod for this one: "
         "`zerohvd horovod install`."
     )
@@ -252,20 +253,21 @@ def _version_text(mpirun: Path) -> str:
 
 
 def _library_version(libmpi: Path) -> str:
+    """What the library says of itself, by way of mpi4py; empty where that is not installed."""
     # In a process of its own: loading a libmpi here would decide which one this process uses.
     code = (
-        "import ctypes, sys; text = ctypes.create_string_buffer(8192); n = ctypes.c_int();"
-        "ctypes.CDLL(sys.argv[1]).MPI_Get_library_version(text, ctypes.byref(n));"
-        "print(text.value.decode())"
+        "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI;"
+        "print(MPI.Get_library_version())"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(libmpi)],
+        [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
+        env={**os.environ, "LD_PRELOAD": str(libmpi)},
     )
-    return done.stdout.strip()
+    return done.stdout.strip("\0 \n")
 
 
 # -- running it to the end ------------------------------------------------------------------------

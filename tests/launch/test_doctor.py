@@ -71,7 +71,7 @@ def bare(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bare")
     venv.create(folder, with_pip=False)
     (site,) = folder.glob("lib/python*/site-packages")
-    for name in ("numpy", "packaging", "rich", "markdown_it", "mdurl", "pygments"):
+    for name in ("numpy", "packaging", "rich", "markdown_it", "mdurl", "pygments", "safetensors"):
         package = Path(importlib.util.find_spec(name).origin).parent
         (site / name).symlink_to(package)
         bundled = package.with_name(f"{name}.libs")
