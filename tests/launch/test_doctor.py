@@ -102,7 +102,7 @@ def test_a_run_without_a_framework_fails_with_a_reason(bare):
 
 def test_a_crashing_import_is_a_failing_line_and_not_a_dead_doctor(bare, tmp_path):
     crash = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
-    fake_package(tmp_path, "torch", "2.5.0", crash)
+    fake_package(tmp_path, "torch", "2.6.0", crash)
     done = doctor("--json", python=bare, path=[tmp_path])
     assert done.returncode == 1, done.stderr
     line = lines_of(done)["PyTorch"]
@@ -111,13 +111,13 @@ def test_a_crashing_import_is_a_failing_line_and_not_a_dead_doctor(bare, tmp_pat
 
 def test_a_missing_shared_library_is_a_failing_line_that_names_it(bare, tmp_path):
     error = "raise ImportError('libcudart.so.12: cannot open shared object file')"
-    fake_package(tmp_path, "torch", "2.5.0", error)
+    fake_package(tmp_path, "torch", "2.6.0", error)
     line = lines_of(doctor("--json", python=bare, path=[tmp_path]))["PyTorch"]
     assert (line["status"], "libcudart.so.12" in line["found"]) == ("fail", True)
 
 
 def test_an_import_that_hangs_is_given_up_after_the_timeout(bare, tmp_path):
-    fake_package(tmp_path, "torch", "2.5.0", "import time; time.sleep(600)")
+    fake_package(tmp_path, "torch", "2.6.0", "import time; time.sleep(600)")
     done = doctor("--json", "--timeout", "2", python=bare, path=[tmp_path])
     assert "no answer within 2 s" in lines_of(done)["PyTorch"]["found"]
 
