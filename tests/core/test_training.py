@@ -80,6 +80,13 @@ def test_either_all_ranks_count_or_none():
     assert all(ThreadWorld(3).run(agree))
 
 
+def test_nan_is_no_improvement():
+    def rank(c):
+        return [improvement({"loss": float("nan")}, "loss", best, "min", c) for best in (None, 1.0)]
+
+    assert ThreadWorld(2).run(rank) == [[None, None]] * 2
+
+
 def test_all_ranks_take_rank_0s_word_for_an_improvement():
     def watch(c):
         logs = {"loss": 1.0 + c.rank, "accuracy": 0.5 - c.rank}

@@ -69,6 +69,10 @@ class Gradients(GradientStep[Section]):
         self.clipped = False
         self._overflow: bool | None = None  # agreed by all ranks; None: nobody has asked
 
+    def arrived(self, section: int, index: int) -> None:
+        self.end_skipped()  # an overflow was seen by unscale_(), and step() was not called
+        super().arrived(section, index)
+
     # -- the reduced gradients of this rank's pieces -----------------------------------------------
 
     def await_reduced(self) -> None:

@@ -151,6 +151,7 @@ class GradReducer(InFlight[_Pending]):
         """Drop the gradients. The buffers of the shards stay for the next step."""
         self.shards = [None] * len(self._layout.buckets)
         self._flats = [None] * len(self._layout.buckets)
+        self._filled = [set() for _ in self._layout.buckets]
         self._buffers.release(keep=keep_buffers)
 
     def show_to_user(self) -> None:

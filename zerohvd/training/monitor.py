@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,10 +21,11 @@ def improvement(
 ) -> float | None:
     """Return the monitored value if it is better than `best`, else None; all ranks must call it.
 
-    All of them follow rank 0: what comes next, such as saving, they must all do or none.
+    All of them follow rank 0: what comes next, such as saving, they must all do or none. NaN is
+    never better: nothing would be better than NaN ever after.
     """
     if monitor not in logs:
         raise ValueError(f"Checkpoint monitors {monitor!r}, but the metrics are {sorted(logs)}")
     value = float(ranks.broadcast_object(float(logs[monitor]), name="zero/monitor"))
     better = best is None or (value < best if mode == "min" else value > best)
-    return value if better else None
+    return value if better and not math.isnan(value) else None

@@ -278,3 +278,19 @@ def test_a_scaler_may_have_a_plain_optimizer_beside_a_sharded_one():
     scaler.step(beside)
     scaler.update()
     torch.testing.assert_close(other.weight, before - 0.1)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loop_may_skip_the_step_itself_when_unscale_has_seen_an_overflow(stage):
+    model = make_model()
+    opt = distribute(model, adamw(model.parameters()), stage=stage)
+    scaler = zero.GradScaler("cpu", init_scale=8.0)
+    loss = scaler.scale(loss_of(model, batch(0, hvd.rank())))
+    (loss * (float("inf") if hvd.rank() == 0 else 1.0)).backward()
+    scaler.unscale_(opt)
+    scaler.update()  # and neither step() nor zero_grad()
+    assert scaler.get_scale() == 4.0
+    model.zero_grad()
+    scaler.scale(loss_of(model, batch(1, hvd.rank()))).backward()
+    scaler.step(opt)
+    assert_replicated(model)
