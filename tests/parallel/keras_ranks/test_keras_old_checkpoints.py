@@ -46,7 +46,7 @@ def test_training_goes_on(folder, name, stage):
     if same_size:
         assert drawn() == mine["drawn"]
     assert_values(values(model), mine["saved"], exact=True)
-    exact = same_size and stage in (None, case.stage)
+    # Computed by another processor, or another TensorFlow, the last bits differ.
     losses = case.train(model, opt, case.rest, alike=True)
-    np.testing.assert_allclose(losses, mine["losses"], rtol=0 if exact else 1e-5)
-    assert_values(values(model), mine["continued"], exact=exact)
+    np.testing.assert_allclose(losses, mine["losses"], rtol=1e-5)
+    assert_values(values(model), mine["continued"], exact=False)

@@ -51,11 +51,9 @@ def test_training_goes_on(folder, name, stage):
         first = {k: {**v, **own[k]} if isinstance(v, dict) else own[k] for k, v in first.items()}
     assert_values(values(model), first["saved"], exact=True)
     losses = case.train(model, opt, schedule, case.rest, alike=True)
-    exact = same_size and stage in (None, case.stage)
-    # The same sums in another order; 16-bit parameters round them to 8 bits.
+    # The same sums in another order or on another processor; bfloat16 rounds them to 8 bits.
     coarse = case.dtype == torch.bfloat16
-    tolerance = 0 if exact else 0.02 if coarse else 1e-5
-    np.testing.assert_allclose(losses, first["losses"], rtol=tolerance)
-    if exact or not coarse:
-        assert_values(values(model), first["continued"], exact=exact)
+    np.testing.assert_allclose(losses, first["losses"], rtol=0.02 if coarse else 1e-5)
+    if not coarse:
+        assert_values(values(model), first["continued"], exact=False)
     assert opt.param_groups[0]["lr"] == first["lr"]
