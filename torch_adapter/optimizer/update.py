@@ -28,13 +28,17 @@ class BucketRange(NamedTuple):
 
 
 def plan_waves(
-    sections: Sequence[Section], inner: torch.optim.Optimizer, offload: Offload | None
+    sections: Sequence[Section], offload: Offload | None, *, split: bool
 ) -> list[list[BucketRange]]:
-    """The waves of a step: lists of parts that are updated by one call of the inner optimizer."""
+    """The waves of a step: lists of parts that are updated by one call of the inner optimizer.
+
+    Args:
+        split: The inner optimizer `can_be_split`.
+    """
     if offload is not None and offload.on_disk:
         # The state of one section is in memory at a time.
         return [[BucketRange(s, s.buckets)] for s in sections]
-    if not can_be_split(inner):
+    if not split:
         return [[BucketRange(s, s.buckets) for s in sections]]
     waves = cut_waves([s.layout for s in sections], WAVES)
     return [[BucketRange(sections[i], buckets) for i, buckets in wave] for wave in waves]

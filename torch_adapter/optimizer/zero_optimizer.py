@@ -356,10 +356,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if self.gradients.weight is not None:
                 self.gradients.await_reduced()  # the sum of all weights comes before any update
         self.gradients.sentinel.grad = None
-        if not update.can_be_split(self.inner):  # its step() or hooks may keep gradients
+        split = update.can_be_split(self.inner)
+        if not split:  # its step() or hooks may keep gradients
             for section in self.sections:
                 section.reducer.show_to_user()
-        waves = update.plan_waves(self.sections, self.inner, self.offload)
+        waves = update.plan_waves(self.sections, self.offload, split=split)
         update.run(waves, self.inner, self.offload, synchronized=self.gradients.synchronized)
         for section in self.sections:
             section.reducer.drop_full()

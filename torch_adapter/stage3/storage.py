@@ -97,11 +97,8 @@ class UnitFlats:
         self._rank = rank
         self._collectives = collectives
         self._prefix = prefix
-        self._lengths = [[span.length for span in b.spans()] for b in layout.buckets]
-        self._names = [
-            f"{prefix}/b{b.index}/allgather/{layout.params[b.slots[0].param].name}"
-            for b in layout.buckets
-        ]
+        self._lengths = [b.lengths for b in layout.buckets]
+        self._names = [layout.op_name(prefix, b.index, "allgather") for b in layout.buckets]
         self._members = [
             (i, p) for i, p in enumerate(params) if layout.slots_of[i]
         ]  # empty parameters have nothing to shard
