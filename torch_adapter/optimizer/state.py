@@ -10,7 +10,6 @@ import torch
 
 from zerohvd.config import ZeroConfig
 from zerohvd.torch.communication import arrays
-from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
 from zerohvd.torch.gradients.section import Section
 from zerohvd.torch.params.owned import NamedParam, OwnedPiece
 from zerohvd.training import state as core
@@ -18,21 +17,26 @@ from zerohvd.training import state as core
 State = dict[str, Any]
 
 
-class Sharded(Protocol):
-    """A sharded optimizer, as far as its state is concerned; see ZeroOptimizer."""
+class Held(Protocol):
+    """What a whole state is made of; see ZeroOptimizer."""
 
     inner: torch.optim.Optimizer
-    config: ZeroConfig
-    collectives: TorchCollectives | LocalCollectives
     groups: list[list[torch.nn.Parameter]]
-    named: dict[torch.nn.Parameter, NamedParam]
     unsharded: dict[torch.nn.Parameter, State]
     prefix: str
 
     @property
     def sections(self) -> Sequence[Section]: ...
 
+
+class Sharded(Held, Protocol):
+    """A sharded optimizer, as far as its state is concerned; see ZeroOptimizer."""
+
+    config: ZeroConfig
+    named: dict[torch.nn.Parameter, NamedParam]
+
     def sharded_params(self) -> set[torch.nn.Parameter]: ...
+
 
 
 # -- from whole to sharded ---------------------------------------------------------------------
@@ -121,16 +125,16 @@ def _check_values(opt: Sharded, param: torch.nn.Parameter, values: State) -> Non
 # -- from sharded to whole ---------------------------------------------------------------------
 
 
-def consolidate(opt: Sharded, to: int | None) -> dict[str, Any]:
+def consolidate(opt: Held, collectives: core.Carries, to: int | None) -> dict[str, Any]:
     """The plain optimizer's state_dict, collected bucket by bucket on rank `to`, or everywhere."""
-    core.check_destination(to, opt.collectives.size)
-    here = to is None or to == opt.collectives.rank
+    core.check_destination(to, collectives.size)
+    here = to is None or to == collectives.rank
     states: dict[torch.nn.Parameter, State] = {
         param: copy.deepcopy(values) for param, values in opt.unsharded.items()
     }
     for section in opt.sections:
         whole = core.collect_state(
-            opt.collectives,
+            collectives,
             section.layout,
             _held(opt, section),
             _StateArrays(section),
@@ -148,7 +152,7 @@ def consolidate(opt: Sharded, to: int | None) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-def _held(opt: Sharded, section: Section) -> Iterator[core.PieceValue]:
+def _held(opt: Held, section: Section) -> Iterator[core.PieceValue]:
     """What the inner optimizer keeps for this rank's pieces."""
     for owned in section.owned:
         for key, value in opt.inner.state.get(owned.tensor, {}).items():

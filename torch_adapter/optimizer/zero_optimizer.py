@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from zerohvd.torch.gradients.owner import Gradients
 from zerohvd.torch.gradients.section import Section
 from zerohvd.torch.optimizer import state, update
 from zerohvd.torch.optimizer.offload import Offload
+from zerohvd.torch.optimizer.sharing import Holdings, Sharing
 from zerohvd.torch.params.naming import name_parameters
 from zerohvd.torch.params.owned import MakeMemory, NamedParam
 from zerohvd.torch.stage3.deferred import is_deferred
@@ -97,12 +99,29 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
         self._skip_synchronize = False
         self._is_made = False
+        self._sharing = self._share()
         super().__init__([{"params": []}], dict(inner.defaults))
         self._is_made = True
         self._shard_initially(named)
         collectives.log.reset()
         if self.units is not None:
             self.units.on_gather = unless_gone(self.gradients.renew_log)
+
+    def _share(self) -> Sharing | None:
+        """Let other ranks ask for this one's part of the state; None: there is nothing to ask."""
+        if self.config.stage == 0 or not isinstance(self.collectives, TorchCollectives):
+            return None
+        sharing = Sharing(
+            Holdings(
+                self.inner, self.groups, self.unsharded, self.gradients.sections, self.prefix
+            ),
+            self.collectives,
+            self._agreed,
+            self.gradients,
+            self.units,
+        )
+        weakref.finalize(self, sharing.let_go).atexit = False
+        return sharing
 
     # -- being a torch optimizer -------------------------------------------------------------
 
@@ -346,8 +365,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.clip_grad_norm_(self.config.grad_clip)
         self._update()
         self.gradients.end()
+        if self._sharing is not None:
+            self._sharing.steps += 1
         weighting.clear()
         return loss
+
+    def _changing(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside, values change: no other rank may read them."""
+        return contextlib.nullcontext() if self._sharing is None else self._sharing.guard
 
     def _update(self) -> None:
         if not self.gradients.synchronized:
@@ -361,7 +386,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for section in self.sections:
                 section.reducer.show_to_user()
         waves = update.plan_waves(self.sections, self.offload, split=split)
-        update.run(waves, self.inner, self.offload, synchronized=self.gradients.synchronized)
+        with self._changing():  # all ranks have come to this step
+            update.run(waves, self.inner, self.offload, synchronized=self.gradients.synchronized)
         for section in self.sections:
             section.reducer.drop_full()
         self._note_written()
@@ -429,7 +455,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     # -- state -----------------------------------------------------------------------------------
 
     def state_dict(self, *, to: int | None = None) -> dict[str, Any]:
-        """The state of the plain optimizer, whole, on the CPU; all ranks must call it.
+        """The state of the plain optimizer, whole, on the CPU.
+
+        All ranks call it together. One rank may also call it alone, as in `if hvd.rank() == 0:
+        torch.save(opt.state_dict(), path)`: the others give their parts whatever they do meanwhile,
+        over TCP and after a moment in which they might have come.
 
         Args:
             to: Collect it on this rank only; the others get empty states. None: on every rank.
@@ -439,16 +469,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "state_dict() was called between backward() and step(), while gradients were on "
                 "their way. Call it after step()."
             )
-        self.meet(Call.STATE)
-        return compat.with_state_dict_hooks(self, lambda: state.consolidate(self, to))
+        return compat.with_state_dict_hooks(self, lambda: self._whole_state(to))
+
+    def _whole_state(self, to: int | None) -> dict[str, Any]:
+        if self._sharing is not None and self._sharing.is_alone("opt.state_dict()"):
+            return self._sharing.take()
+        if self.config.stage > 0:
+            self.meet(Call.STATE)
+        return state.consolidate(self, self.collectives, to)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the state of the plain optimizer, or of a sharded one of any size.
 
         Every rank passes the whole state and keeps its own part; nothing is communicated.
         """
-        state.load(self, state_dict)
-        self.loaded()
+        with self._changing():
+            state.load(self, state_dict)
+            self.loaded()
 
     def loaded(self) -> None:
         """State has been written from outside: move it where it lives, and let ranks compare how
@@ -474,6 +511,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Deleting the last reference to the optimizer does the same.
         """
         self.gradients.close()
+        if self._sharing is not None:
+            self._sharing.close()
         for section in self.sections:
             section.set_owner(None)
 

@@ -10,12 +10,15 @@ import torch
 from torch import nn
 
 from zerohvd.communication.agreement import check_agreement
+from zerohvd.communication.peers import Peers
+from zerohvd.communication.star import StarCollectives
 from zerohvd.layout import Layout, build_layout
 from zerohvd.stage3.lifecycle import UnitLifecycle
 from zerohvd.stage3.planning import ModelPlan, UnitOptions, UnitPlan
 from zerohvd.stage3.unit import Unit, Use
 from zerohvd.torch import compat
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
+from zerohvd.torch.communication.star import TorchStar
 from zerohvd.torch.params.owned import MakeMemory, NamedParam, set_units
 from zerohvd.torch.stage3.storage import Fill, UnitFlats
 
@@ -66,6 +69,7 @@ class Units(UnitLifecycle[ModuleUnit]):
             guard=_plain_tensors,
         )
         self.hooks: list[Any] = []  # on the model's modules
+        self.peers: Peers | None = None  # the other ranks, if one alone may ask them
         self._plan, self._fill = plan, fill
 
     # -- building ---------------------------------------------------------------------------------
@@ -125,6 +129,31 @@ class Units(UnitLifecycle[ModuleUnit]):
             return flats
 
         return make
+
+    # -- values for one rank alone ----------------------------------------------------------------
+
+    def share(self, peers: Peers) -> None:
+        """Give other ranks this one's shards when they ask."""
+        self.peers = peers
+        units = list(self.all)
+
+        def give(star: StarCollectives, numbers: Any) -> None:
+            for number in numbers:
+                for part in units[number].parts:
+                    part.collect(TorchStar(star), star.root)
+
+        peers.give("model", give)
+
+    def take(self, params: Collection[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
+        """Copies of these parameters, without the other ranks' main threads."""
+        assert self.peers is not None
+        units = self.of(params)
+        found: dict[nn.Parameter, torch.Tensor] = {}
+        with self.peers.take("model", [unit.number for unit in units]) as star:
+            for part in (part for unit in units for part in unit.parts):
+                values = part.collect(TorchStar(star), star.root)
+                found.update((p, v.clone()) for p, v in values.items() if p in params)
+        return found
 
     # -- passes -----------------------------------------------------------------------------------
 
