@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from zerohvd.communication.channel import PeerError
-from zerohvd.communication.peers import Version, find_peers
+from zerohvd.communication.peers import Guard, Version, find_peers
 from zerohvd.communication.star import StarCollectives
 from zerohvd.torch.communication.collectives import TorchCollectives
 from zerohvd.torch.communication.star import TorchStar
@@ -39,7 +37,7 @@ class Sharing:
     """Gives other ranks this rank's part of an optimizer's state, and takes theirs.
 
     Attributes:
-        guard: Held while values change.
+        guard: Of the values.
         steps: That have been made.
     """
 
@@ -52,9 +50,9 @@ class Sharing:
         units: Units | None,
     ) -> None:
         """All ranks must call it."""
-        self.guard: AbstractContextManager[Any] = threading.RLock()
+        self.guard = Guard()
         self.steps = 0
-        self._held, self._rank, self._agreed = held, collectives.rank, agreed
+        self._held, self._collectives, self._agreed = held, collectives, agreed
         self._gradients = weakref.ref(gradients)
         self._peers = find_peers(collectives, held.prefix, self)
         if self._peers is not None:
@@ -78,12 +76,15 @@ class Sharing:
     def take(self) -> dict[str, Any]:
         """The whole state, without the other ranks' main threads."""
         assert self._peers is not None
+        if all(section.layout.size == 1 for section in self._held.sections):
+            return state.consolidate(self._held, self._collectives, None)
+        rank = self._collectives.rank
         try:
             with self._peers.take("optimizer") as star:
-                return state.consolidate(self._held, TorchStar(star), self._rank)
+                return state.consolidate(self._held, TorchStar(star), rank)
         except PeerError as error:
             raise PeerError(
-                f"rank {self._rank} called state_dict() alone, and {error}. Call it on every rank: "
+                f"rank {rank} called state_dict() alone, and {error}. Call it on every rank: "
                 "do not put it behind `if hvd.rank() == 0`"
             ) from error
 

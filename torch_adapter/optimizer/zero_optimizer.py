@@ -7,7 +7,7 @@ import itertools
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -100,6 +100,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._skip_synchronize = False
         self._is_made = False
         self._sharing = self._share()
+        # On the first rank: the whole state that was loaded, until all ranks are known to have it.
+        self._loaded: Mapping[str, Any] | None = None
         super().__init__([{"params": []}], dict(inner.defaults))
         self._is_made = True
         self._shard_initially(named)
@@ -109,7 +111,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _share(self) -> Sharing | None:
         """Let other ranks ask for this one's part of the state; None: there is nothing to ask."""
-        if self.config.stage == 0 or not isinstance(self.collectives, TorchCollectives):
+        if not isinstance(self.collectives, TorchCollectives):
             return None
         sharing = Sharing(
             Holdings(
@@ -195,6 +197,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.units is not None:
             self.units.shard_rest(self.sharded_params())
         self._agreed.loads = len(full)
+        if full:
+            self._keep_for_others(state.as_loaded(self, full))
         state.distribute(self, full)
         self._absorb()
 
@@ -365,6 +369,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.clip_grad_norm_(self.config.grad_clip)
         self._update()
         self.gradients.end()
+        self._loaded = None
+        if self.units is not None:
+            self.units.loaded = {}
         if self._sharing is not None:
             self._sharing.steps += 1
         weighting.clear()
@@ -372,7 +379,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _changing(self) -> contextlib.AbstractContextManager[Any]:
         """Inside, values change: no other rank may read them."""
-        return contextlib.nullcontext() if self._sharing is None else self._sharing.guard
+        if self._sharing is None:
+            return contextlib.nullcontext()
+        return self._sharing.guard.changing()
 
     def _update(self) -> None:
         if not self.gradients.synchronized:
@@ -472,20 +481,45 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return compat.with_state_dict_hooks(self, lambda: self._whole_state(to))
 
     def _whole_state(self, to: int | None) -> dict[str, Any]:
-        if self._sharing is not None and self._sharing.is_alone("opt.state_dict()"):
-            return self._sharing.take()
-        if self.config.stage > 0:
-            self.meet(Call.STATE)
+        if self._sharing is not None:
+            if self._sharing.is_alone("opt.state_dict()"):
+                return self._sharing.take()
+            self._share_loaded()
+        self.meet(Call.STATE)
         return state.consolidate(self, self.collectives, to)
+
+    def _share_loaded(self) -> None:
+        """Load on all ranks what the first one alone has loaded; all of them must call it.
+
+        Horovod's scripts restore on rank 0 and call `hvd.broadcast_optimizer_state`, which begins
+        with `state_dict()` on every rank. A `step()` without it raises.
+        """
+        assert isinstance(self.collectives, TorchCollectives)
+        said = (self._agreed.loads, self._loaded is not None)
+        (first, kept), *others = self.collectives.allgather_object(
+            said, name=f"{self.prefix}/loads"
+        )
+        if kept and all(loads < first for loads, _ in others):
+            state.share(self, self._loaded, self.collectives)
+            if self.collectives.rank != 0:
+                self._absorb()
+            self._agreed.loads = first
+        self._loaded = None
+
+    def _keep_for_others(self, loaded: Mapping[str, Any]) -> None:
+        if self.collectives.rank == 0 and self.collectives.size > 1:
+            self._loaded = loaded
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the state of the plain optimizer, or of a sharded one of any size.
 
-        Every rank passes the whole state and keeps its own part; nothing is communicated.
+        Every rank passes the whole state and keeps its own part; nothing is communicated. If only
+        rank 0 does, `hvd.broadcast_optimizer_state(opt, root_rank=0)` must follow on all ranks.
         """
         with self._changing():
             state.load(self, state_dict)
             self.loaded()
+        self._keep_for_others(state_dict)
 
     def loaded(self) -> None:
         """State has been written from outside: move it where it lives, and let ranks compare how

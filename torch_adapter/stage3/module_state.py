@@ -84,6 +84,8 @@ class ModuleState:
         """Copies of these parameters: gathered by all ranks, or taken from them by one alone."""
         peers = self._units.peers
         if not wanted or peers is None or peers.all_come("model.state_dict()"):
+            if wanted and peers is not None:
+                self._units.share_loaded()
             for param in self._units.stream(wanted):
                 yield param, param.detach().clone()
             return
@@ -105,6 +107,9 @@ class ModuleState:
                     "optimizer's; leave assign out: the values are copied into the shards"
                 )
             self._units.open(unit)
+            members = {prefix + name: p for name, p in module.named_parameters()}
+            found = {p: state[key] for key, p in members.items() if key in state}
+            self._units.keep_for_others({p: found[p] for p in unit.params if p in found})
 
         def after(module: nn.Module, incompatible: Any) -> None:
             self._units.close(unit)

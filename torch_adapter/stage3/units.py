@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,6 +70,8 @@ class Units(UnitLifecycle[ModuleUnit]):
         )
         self.hooks: list[Any] = []  # on the model's modules
         self.peers: Peers | None = None  # the other ranks, if one alone may ask them
+        # On the first rank: what was loaded, until all ranks are known to have it.
+        self.loaded: dict[nn.Parameter, torch.Tensor] = {}
         self._plan, self._fill = plan, fill
 
     # -- building ---------------------------------------------------------------------------------
@@ -154,6 +156,33 @@ class Units(UnitLifecycle[ModuleUnit]):
                 values = part.collect(TorchStar(star), star.root)
                 found.update((p, v.clone()) for p, v in values.items() if p in params)
         return found
+
+    # -- values that the first rank alone has loaded ----------------------------------------------
+
+    def keep_for_others(self, loaded: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        if self._collectives.rank == 0 and self._collectives.size > 1:
+            self.loaded.update(loaded)
+
+    def share_loaded(self) -> None:
+        """Give all ranks what the first one alone has loaded into the model. Collective.
+
+        Horovod's scripts restore on rank 0 and call `hvd.broadcast_parameters(model.state_dict())`,
+        on every rank. A step without it raises.
+        """
+        numbers = [unit.number for unit in self.of(self.loaded)]
+        (first, wanted), *others = self._collectives.allgather_object(
+            (self.loads, numbers), name=f"{self.prefix}/loads"
+        )
+        if wanted and all(loads < first for loads, _ in others):
+            for unit in (self.all[number] for number in wanted):
+                self.hold([unit])
+                with torch.no_grad():
+                    for param in set(unit.params) & set(self.loaded):
+                        param.copy_(self.loaded[param])
+                self.publish([unit], 0)
+                self.let_go([unit])
+            self.loads = first
+        self.loaded = {}
 
     # -- passes -----------------------------------------------------------------------------------
 

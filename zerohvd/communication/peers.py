@@ -49,14 +49,39 @@ class Version(NamedTuple):
     loads: int
 
 
-class Versioned(Protocol):
-    """Something sharded that changes step by step.
+class Guard:
+    """Many threads read, or one changes.
 
-    Attributes:
-        guard: Held by whoever changes it, and by whoever reads it for another rank.
+    Readers must not exclude each other: two ranks that ask at once read on all ranks, each on some
+    of them first, and would wait for each other.
     """
 
-    guard: contextlib.AbstractContextManager[Any]
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._readers = 0
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        with self._changed:
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._readers -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._readers)
+            yield
+
+
+class Versioned(Protocol):
+    """Something sharded that changes step by step."""
+
+    guard: Guard
 
     @property
     def version(self) -> Version:
@@ -154,7 +179,7 @@ class Peers:
         deadline = time.monotonic() + wait_limit()
         while self._subject.version < wanted and time.monotonic() < deadline:
             time.sleep(_POLL / 10)
-        with self._subject.guard:
+        with self._subject.guard.reading():
             if self._subject.version != wanted:
                 mine = self._subject.version
                 raise PeerError(
