@@ -34,5 +34,3 @@ for step in range(1000):
     if bad and step == 3 and how == "state_dict in between":
         opt.state_dict()
     opt.step()
-    if bad and step == 3 and how == "state_dict":
-        opt.state_dict()

@@ -22,7 +22,6 @@ SOON = 60.0
         ("kill", "signal 9"),
         ("exit", "Horovod has been shut down"),
         ("shape", "parameter '1.weight': rank 0 has '1.weight' (5, 4)"),
-        ("state_dict", "do not put one behind `if hvd.rank() == 0`"),
         ("state_dict in between", "Call it after step()"),
     ],
 )

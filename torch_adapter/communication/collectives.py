@@ -153,6 +153,11 @@ class TorchCollectives(HorovodCollectives):
         self._note(name, "broadcast", x)
         mpi_ops.broadcast_(_wire(x), self._set.ranks[root], name=name, process_set=self._set)
 
+    def broadcast_pickled(self, value: Any, *, name: str) -> Any:
+        """What the first rank gives, which may be more than JSON can say."""
+        root = self._set.ranks[0]
+        return hvd.broadcast_object(value, root, name=name, process_set=self._set)
+
     def allreduce_start(self, x: torch.Tensor, op: str = "sum", *, name: str) -> Handle:
         """Combine in place. Not for bfloat16."""
         self._note(name, "allreduce", x)

@@ -10,7 +10,7 @@ import torch
 
 from zerohvd.config import ZeroConfig
 from zerohvd.torch.communication import arrays
-from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
+from zerohvd.torch.communication.collectives import TorchCollectives
 from zerohvd.torch.gradients.section import Section
 from zerohvd.torch.params.owned import NamedParam, OwnedPiece
 from zerohvd.training import state as core
@@ -18,21 +18,26 @@ from zerohvd.training import state as core
 State = dict[str, Any]
 
 
-class Sharded(Protocol):
-    """A sharded optimizer, as far as its state is concerned; see ZeroOptimizer."""
+class Held(Protocol):
+    """What a whole state is made of; see ZeroOptimizer."""
 
     inner: torch.optim.Optimizer
-    config: ZeroConfig
-    collectives: TorchCollectives | LocalCollectives
     groups: list[list[torch.nn.Parameter]]
-    named: dict[torch.nn.Parameter, NamedParam]
     unsharded: dict[torch.nn.Parameter, State]
     prefix: str
 
     @property
     def sections(self) -> Sequence[Section]: ...
 
+
+class Sharded(Held, Protocol):
+    """A sharded optimizer, as far as its state is concerned; see ZeroOptimizer."""
+
+    config: ZeroConfig
+    named: dict[torch.nn.Parameter, NamedParam]
+
     def sharded_params(self) -> set[torch.nn.Parameter]: ...
+
 
 
 # -- from whole to sharded ---------------------------------------------------------------------
@@ -61,6 +66,63 @@ def _cut(key: str, value: Any, owned: OwnedPiece, param: torch.nn.Parameter) -> 
 
 def load(opt: Sharded, state_dict: Mapping[str, Any]) -> None:
     """Load the whole state into the shards of this rank; changes nothing if it does not fit."""
+    param_of = _fit(opt, state_dict)
+    _forget(opt)
+    distribute(opt, {param_of[index]: values for index, values in state_dict["state"].items()})
+    _take_options(opt, state_dict["param_groups"])
+
+
+def share(
+    opt: Sharded, loaded: Mapping[str, Any] | None, collectives: TorchCollectives
+) -> None:
+    """Load on all other ranks what the first one has loaded, one tensor at a time. Collective.
+
+    Args:
+        loaded: The whole state, on the first rank; None on all others.
+    """
+    name = f"{opt.prefix}/restored"
+    outline = None if loaded is None else _outline(loaded)
+    outline = collectives.broadcast_pickled(outline, name=name)
+    if loaded is None:
+        param_of = _fit(opt, outline)
+        _forget(opt)
+    for index, values in outline["state"].items():
+        whole = dict(values) if loaded is None else dict(loaded["state"][index])
+        for key in (k for k, v in values.items() if isinstance(v, torch.Tensor)):
+            whole[key] = _broadcast(whole[key], collectives, f"{name}/{index}/{key}")
+        if loaded is None:
+            distribute(opt, {param_of[index]: whole})
+    if loaded is None:
+        _take_options(opt, outline["param_groups"])
+
+
+def _outline(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with tensors that have a shape and a dtype, but no values."""
+    states = {
+        index: {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+        for index, values in state_dict["state"].items()
+    }
+    return {"state": states, "param_groups": state_dict["param_groups"]}
+
+
+def _broadcast(x: torch.Tensor, collectives: TorchCollectives, name: str) -> torch.Tensor:
+    """The first rank's tensor, on the host; the others give one of its shape and dtype."""
+    x = torch.empty(x.shape, dtype=x.dtype) if x.is_meta else x.detach().cpu().contiguous()
+    if x.numel():
+        collectives.broadcast_in_place(x.view(-1), name=name)
+    return x
+
+
+def as_loaded(opt: Held, states: Mapping[torch.nn.Parameter, State]) -> dict[str, Any]:
+    """States by parameter, with the optimizer's options, as a state_dict that shares memory."""
+    params = [p for group in opt.groups for p in group]
+    number = {p: i for i, p in enumerate(params)}
+    groups = _options(opt, number)
+    return {"state": {number[p]: v for p, v in states.items()}, "param_groups": groups}
+
+
+def _fit(opt: Sharded, state_dict: Mapping[str, Any]) -> dict[int, torch.nn.Parameter]:
+    """The parameter of every index in a state_dict; raise if that is of another optimizer."""
     groups = state_dict["param_groups"]
     _check_groups(opt, groups)
     params = [p for group in opt.groups for p in group]
@@ -70,9 +132,15 @@ def load(opt: Sharded, state_dict: Mapping[str, Any]) -> None:
         if index not in param_of:
             raise ValueError(f"the state of parameter {index} belongs to no parameter group")
         _check_values(opt, param_of[index], values)
+    return param_of
+
+
+def _forget(opt: Held) -> None:
     opt.inner.state.clear()
     opt.unsharded.clear()
-    distribute(opt, {param_of[index]: values for index, values in state_dict["state"].items()})
+
+
+def _take_options(opt: Held, groups: Sequence[Mapping[str, Any]]) -> None:
     for held, loaded in zip(opt.inner.param_groups, groups, strict=True):
         held.update({k: copy.deepcopy(v) for k, v in loaded.items() if k != "params"})
     # What torch does after loading: states of older versions become those of this one.
@@ -121,16 +189,16 @@ def _check_values(opt: Sharded, param: torch.nn.Parameter, values: State) -> Non
 # -- from sharded to whole ---------------------------------------------------------------------
 
 
-def consolidate(opt: Sharded, to: int | None) -> dict[str, Any]:
+def consolidate(opt: Held, collectives: core.Carries, to: int | None) -> dict[str, Any]:
     """The plain optimizer's state_dict, collected bucket by bucket on rank `to`, or everywhere."""
-    core.check_destination(to, opt.collectives.size)
-    here = to is None or to == opt.collectives.rank
+    core.check_destination(to, collectives.size)
+    here = to is None or to == collectives.rank
     states: dict[torch.nn.Parameter, State] = {
         param: copy.deepcopy(values) for param, values in opt.unsharded.items()
     }
     for section in opt.sections:
         whole = core.collect_state(
-            opt.collectives,
+            collectives,
             section.layout,
             _held(opt, section),
             _StateArrays(section),
@@ -140,15 +208,20 @@ def consolidate(opt: Sharded, to: int | None) -> dict[str, Any]:
         states.update((section.params[index], values) for index, values in whole.items())
     params = [p for group in opt.groups for p in group]
     number = {p: i for i, p in enumerate(params)}
-    groups = []
-    for held, members in zip(opt.inner.param_groups, opt.groups, strict=True):
-        options = {k: copy.deepcopy(v) for k, v in held.items() if k != "params"}
-        groups.append({**options, "params": [number[p] for p in members]})
+    groups = _options(opt, number)
     state = {number[p]: states[p] for p in params if p in states} if here else {}
     return {"state": state, "param_groups": groups}
 
 
-def _held(opt: Sharded, section: Section) -> Iterator[core.PieceValue]:
+def _options(opt: Held, number: Mapping[torch.nn.Parameter, int]) -> list[dict[str, Any]]:
+    groups = []
+    for held, members in zip(opt.inner.param_groups, opt.groups, strict=True):
+        options = {k: copy.deepcopy(v) for k, v in held.items() if k != "params"}
+        groups.append({**options, "params": [number[p] for p in members]})
+    return groups
+
+
+def _held(opt: Held, section: Section) -> Iterator[core.PieceValue]:
     """What the inner optimizer keeps for this rank's pieces."""
     for owned in section.owned:
         for key, value in opt.inner.state.get(owned.tensor, {}).items():

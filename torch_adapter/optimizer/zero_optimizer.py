@@ -6,7 +6,8 @@ import contextlib
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from zerohvd.torch.gradients.owner import Gradients
 from zerohvd.torch.gradients.section import Section
 from zerohvd.torch.optimizer import state, update
 from zerohvd.torch.optimizer.offload import Offload
+from zerohvd.torch.optimizer.sharing import Holdings, Sharing
 from zerohvd.torch.params.naming import name_parameters
 from zerohvd.torch.params.owned import MakeMemory, NamedParam
 from zerohvd.torch.stage3.deferred import is_deferred
@@ -97,12 +99,31 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
         self._skip_synchronize = False
         self._is_made = False
+        self._sharing = self._share()
+        # On the first rank: the whole state that was loaded, until all ranks are known to have it.
+        self._loaded: Mapping[str, Any] | None = None
         super().__init__([{"params": []}], dict(inner.defaults))
         self._is_made = True
         self._shard_initially(named)
         collectives.log.reset()
         if self.units is not None:
             self.units.on_gather = unless_gone(self.gradients.renew_log)
+
+    def _share(self) -> Sharing | None:
+        """Let other ranks ask for this one's part of the state; None: there is nothing to ask."""
+        if not isinstance(self.collectives, TorchCollectives):
+            return None
+        sharing = Sharing(
+            Holdings(
+                self.inner, self.groups, self.unsharded, self.gradients.sections, self.prefix
+            ),
+            self.collectives,
+            self._agreed,
+            self.gradients,
+            self.units,
+        )
+        weakref.finalize(self, sharing.let_go).atexit = False
+        return sharing
 
     # -- being a torch optimizer -------------------------------------------------------------
 
@@ -176,6 +197,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.units is not None:
             self.units.shard_rest(self.sharded_params())
         self._agreed.loads = len(full)
+        if full:
+            self._keep_for_others(state.as_loaded(self, full))
         state.distribute(self, full)
         self._absorb()
 
@@ -346,8 +369,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.clip_grad_norm_(self.config.grad_clip)
         self._update()
         self.gradients.end()
+        self._loaded = None
+        if self.units is not None:
+            self.units.loaded = {}
+        if self._sharing is not None:
+            self._sharing.steps += 1
         weighting.clear()
         return loss
+
+    def _changing(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside, values change: no other rank may read them."""
+        if self._sharing is None:
+            return contextlib.nullcontext()
+        return self._sharing.guard.changing()
 
     def _update(self) -> None:
         if not self.gradients.synchronized:
@@ -361,7 +395,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for section in self.sections:
                 section.reducer.show_to_user()
         waves = update.plan_waves(self.sections, self.offload, split=split)
-        update.run(waves, self.inner, self.offload, synchronized=self.gradients.synchronized)
+        with self._changing():  # all ranks have come to this step
+            update.run(waves, self.inner, self.offload, synchronized=self.gradients.synchronized)
         for section in self.sections:
             section.reducer.drop_full()
         self._note_written()
@@ -429,7 +464,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     # -- state -----------------------------------------------------------------------------------
 
     def state_dict(self, *, to: int | None = None) -> dict[str, Any]:
-        """The state of the plain optimizer, whole, on the CPU; all ranks must call it.
+        """The state of the plain optimizer, whole, on the CPU.
+
+        All ranks call it together. One rank may also call it alone, as in `if hvd.rank() == 0:
+        torch.save(opt.state_dict(), path)`: the others give their parts whatever they do meanwhile,
+        over TCP and after a moment in which they might have come.
 
         Args:
             to: Collect it on this rank only; the others get empty states. None: on every rank.
@@ -439,16 +478,48 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "state_dict() was called between backward() and step(), while gradients were on "
                 "their way. Call it after step()."
             )
+        return compat.with_state_dict_hooks(self, lambda: self._whole_state(to))
+
+    def _whole_state(self, to: int | None) -> dict[str, Any]:
+        if self._sharing is not None:
+            if self._sharing.is_alone("opt.state_dict()"):
+                return self._sharing.take()
+            self._share_loaded()
         self.meet(Call.STATE)
-        return compat.with_state_dict_hooks(self, lambda: state.consolidate(self, to))
+        return state.consolidate(self, self.collectives, to)
+
+    def _share_loaded(self) -> None:
+        """Load on all ranks what the first one alone has loaded; all of them must call it.
+
+        Horovod's scripts restore on rank 0 and call `hvd.broadcast_optimizer_state`, which begins
+        with `state_dict()` on every rank. A `step()` without it raises.
+        """
+        assert isinstance(self.collectives, TorchCollectives)
+        said = (self._agreed.loads, self._loaded is not None)
+        (first, kept), *others = self.collectives.allgather_object(
+            said, name=f"{self.prefix}/loads"
+        )
+        if kept and all(loads < first for loads, _ in others):
+            state.share(self, self._loaded, self.collectives)
+            if self.collectives.rank != 0:
+                self._absorb()
+            self._agreed.loads = first
+        self._loaded = None
+
+    def _keep_for_others(self, loaded: Mapping[str, Any]) -> None:
+        if self.collectives.rank == 0 and self.collectives.size > 1:
+            self._loaded = loaded
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the state of the plain optimizer, or of a sharded one of any size.
 
-        Every rank passes the whole state and keeps its own part; nothing is communicated.
+        Every rank passes the whole state and keeps its own part; nothing is communicated. If only
+        rank 0 does, `hvd.broadcast_optimizer_state(opt, root_rank=0)` must follow on all ranks.
         """
-        state.load(self, state_dict)
-        self.loaded()
+        with self._changing():
+            state.load(self, state_dict)
+            self.loaded()
+        self._keep_for_others(state_dict)
 
     def loaded(self) -> None:
         """State has been written from outside: move it where it lives, and let ranks compare how
@@ -474,6 +545,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Deleting the last reference to the optimizer does the same.
         """
         self.gradients.close()
+        if self._sharing is not None:
+            self._sharing.close()
         for section in self.sections:
             section.set_owner(None)
 

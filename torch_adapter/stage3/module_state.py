@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from zerohvd.communication.channel import PeerError
 from zerohvd.torch import compat
 from zerohvd.torch.stage3 import placeholder
 from zerohvd.torch.stage3.units import ModuleUnit, Units
@@ -16,7 +17,8 @@ from zerohvd.torch.stage3.units import ModuleUnit, Units
 class ModuleState:
     """Hooks that make the state dict of a sharded model, or of a part of it, a plain one.
 
-    Saving is collective and goes unit by unit: besides the result, one unit is gathered at a time.
+    Saving goes unit by unit, all ranks together: besides the result, one unit is gathered at a
+    time. A rank that saves alone takes the others' shards instead.
     Loading is local: every rank reads the whole state and keeps its part.
     """
 
@@ -73,8 +75,27 @@ class ModuleState:
                 continue
             elif value.untyped_storage() in resized:
                 state[key] = value.clone()
-        for param in self._units.stream(wanted):
-            state.update(dict.fromkeys(wanted[param], param.detach().clone()))
+        for param, value in self._values(wanted):
+            state.update(dict.fromkeys(wanted[param], value))
+
+    def _values(
+        self, wanted: Collection[nn.Parameter]
+    ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Copies of these parameters: gathered by all ranks, or taken from them by one alone."""
+        peers = self._units.peers
+        if not wanted or peers is None or peers.all_come("model.state_dict()"):
+            if wanted and peers is not None:
+                self._units.share_loaded()
+            for param in self._units.stream(wanted):
+                yield param, param.detach().clone()
+            return
+        try:
+            yield from self._units.take(wanted).items()
+        except PeerError as error:
+            raise PeerError(
+                f"a rank called model.state_dict() alone, and {error}. Call it on every rank: do "
+                "not put it behind `if hvd.rank() == 0`"
+            ) from error
 
     # -- loading ----------------------------------------------------------------------------------
 
@@ -86,6 +107,9 @@ class ModuleState:
                     "optimizer's; leave assign out: the values are copied into the shards"
                 )
             self._units.open(unit)
+            members = {prefix + name: p for name, p in module.named_parameters()}
+            found = {p: state[key] for key, p in members.items() if key in state}
+            self._units.keep_for_others({p: found[p] for p in unit.params if p in found})
 
         def after(module: nn.Module, incompatible: Any) -> None:
             self._units.close(unit)

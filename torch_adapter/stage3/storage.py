@@ -12,6 +12,7 @@ from zerohvd.communication.collectives import Handle
 from zerohvd.layout import Layout
 from zerohvd.torch.communication import arrays
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
+from zerohvd.torch.communication.star import TorchStar
 from zerohvd.torch.params.buffers import view_in
 from zerohvd.torch.params.owned import set_units
 from zerohvd.torch.stage3 import placeholder
@@ -201,6 +202,20 @@ class UnitFlats:
         if self._shown is not self._own and not self._pinned:
             for memory in self.memories:
                 memory.free()
+
+    def collect(self, star: TorchStar, to: int) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """Send the shards to rank `to`; there, return all parameters in memory of their own."""
+        storages = []
+        for group in self._groups:
+            flats = [
+                star.collect(self.shards[b], to, name=f"{self._prefix}/b{b}/values")
+                for b in group.buckets
+            ]
+            storages.append(torch.cat(flats).to(group.device).untyped_storage())
+        if star.rank != to:
+            return {}
+        whole = self._lay_out(storages)
+        return {param: whole.views[index] for index, param in self._members}
 
     # -- lending to user code ---------------------------------------------------------------------
 

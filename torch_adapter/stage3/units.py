@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from zerohvd.communication.agreement import check_agreement
+from zerohvd.communication.peers import Peers
+from zerohvd.communication.star import StarCollectives
 from zerohvd.layout import Layout, build_layout
 from zerohvd.stage3.lifecycle import UnitLifecycle
 from zerohvd.stage3.planning import ModelPlan, UnitOptions, UnitPlan
 from zerohvd.stage3.unit import Unit, Use
 from zerohvd.torch import compat
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
+from zerohvd.torch.communication.star import TorchStar
 from zerohvd.torch.params.owned import MakeMemory, NamedParam, set_units
 from zerohvd.torch.stage3.storage import Fill, UnitFlats
 
@@ -66,6 +69,9 @@ class Units(UnitLifecycle[ModuleUnit]):
             guard=_plain_tensors,
         )
         self.hooks: list[Any] = []  # on the model's modules
+        self.peers: Peers | None = None  # the other ranks, if one alone may ask them
+        # On the first rank: what was loaded, until all ranks are known to have it.
+        self.loaded: dict[nn.Parameter, torch.Tensor] = {}
         self._plan, self._fill = plan, fill
 
     # -- building ---------------------------------------------------------------------------------
@@ -125,6 +131,58 @@ class Units(UnitLifecycle[ModuleUnit]):
             return flats
 
         return make
+
+    # -- values for one rank alone ----------------------------------------------------------------
+
+    def share(self, peers: Peers) -> None:
+        """Give other ranks this one's shards when they ask."""
+        self.peers = peers
+        units = list(self.all)
+
+        def give(star: StarCollectives, numbers: Any) -> None:
+            for number in numbers:
+                for part in units[number].parts:
+                    part.collect(TorchStar(star), star.root)
+
+        peers.give("model", give)
+
+    def take(self, params: Collection[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
+        """Copies of these parameters, without the other ranks' main threads."""
+        assert self.peers is not None
+        units = self.of(params)
+        found: dict[nn.Parameter, torch.Tensor] = {}
+        with self.peers.take("model", [unit.number for unit in units]) as star:
+            for part in (part for unit in units for part in unit.parts):
+                values = part.collect(TorchStar(star), star.root)
+                found.update((p, v.clone()) for p, v in values.items() if p in params)
+        return found
+
+    # -- values that the first rank alone has loaded ----------------------------------------------
+
+    def keep_for_others(self, loaded: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        if self._collectives.rank == 0 and self._collectives.size > 1:
+            self.loaded.update(loaded)
+
+    def share_loaded(self) -> None:
+        """Give all ranks what the first one alone has loaded into the model. Collective.
+
+        Horovod's scripts restore on rank 0 and call `hvd.broadcast_parameters(model.state_dict())`,
+        on every rank. A step without it raises.
+        """
+        numbers = [unit.number for unit in self.of(self.loaded)]
+        (first, wanted), *others = self._collectives.allgather_object(
+            (self.loads, numbers), name=f"{self.prefix}/loads"
+        )
+        if wanted and all(loads < first for loads, _ in others):
+            for unit in (self.all[number] for number in wanted):
+                self.hold([unit])
+                with torch.no_grad():
+                    for param in set(unit.params) & set(self.loaded):
+                        param.copy_(self.loaded[param])
+                self.publish([unit], 0)
+                self.let_go([unit])
+            self.loads = first
+        self.loaded = {}
 
     # -- passes -----------------------------------------------------------------------------------
 

@@ -232,7 +232,9 @@ def _difference(groups: Grouping, lowest: Claims, highest: Claims) -> str:
     return (
         "learning rates differ, or not all ranks have loaded the optimizer's state "
         f"({_unlike(groups(lambda c: c.options))}). Set rates and call load_state_dict() on every "
-        "rank, with the same values"
+        "rank, with the same values; what only rank 0 has loaded is given to all ranks by "
+        "hvd.broadcast_parameters(model.state_dict(), root_rank=0) and "
+        "hvd.broadcast_optimizer_state(opt, root_rank=0)"
     )
 
 

@@ -32,7 +32,7 @@ from zerohvd.errors import DisagreementError
 _NOTHING = -1  # in the place of a unit's number: the rank needs no unit
 
 
-def _limit() -> float:
+def wait_limit() -> float:
     return float(os.environ.get("ZEROHVD_GATHER_TIMEOUT", "600"))
 
 
@@ -46,7 +46,7 @@ class Timing:
     short_patience: float = 0.02
     """The same, for a unit that ranks were seen to need at different times."""
 
-    limit: float = dataclasses.field(default_factory=_limit)
+    limit: float = dataclasses.field(default_factory=wait_limit)
     """Before a wait gives up."""
 
     poll: float = 1e-4

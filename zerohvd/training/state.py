@@ -15,7 +15,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from zerohvd.communication.collectives import Array, Collectives
+from zerohvd.communication.collectives import Array
 from zerohvd.errors import ShardedStateError
 from zerohvd.layout import Bucket, Layout, ParamSpec, Piece
 
@@ -58,8 +58,21 @@ class StateArrays(Protocol):
         """Return a tensor without dimensions."""
 
 
+class Carries(Protocol):
+    """Collectives, as far as collecting a state needs them; see `Collectives`."""
+
+    rank: int
+    size: int
+
+    def allgather(self, x: Any, *, name: str) -> Any: ...
+
+    def alltoall(self, x: Any, splits: Sequence[int], *, name: str) -> Any: ...
+
+    def allgather_object(self, value: Any, *, name: str) -> list[Any]: ...
+
+
 def collect_state(
-    collectives: Collectives,
+    collectives: Carries,
     layout: Layout,
     held: Iterable[PieceValue],
     arrays: StateArrays,
@@ -123,7 +136,7 @@ def check_joinable(value: PieceValue, spec: ParamSpec) -> None:
 
 
 def _agree(
-    collectives: Collectives, layout: Layout, mine: Sequence[PieceValue], name: str
+    collectives: Carries, layout: Layout, mine: Sequence[PieceValue], name: str
 ) -> _Known:
     """What exists on any rank, the same on all ranks."""
     everyone: list[Any] = [_describe(layout, mine)]
@@ -169,7 +182,7 @@ class _Collector:
 
     def __init__(
         self,
-        collectives: Collectives,
+        collectives: Carries,
         layout: Layout,
         mine: Sequence[PieceValue],
         known: _Known,

@@ -60,11 +60,14 @@ class MustAgree:
         """Per parameter, whether it requires a gradient."""
         return (param.requires_grad for group in self._groups for param in group)
 
+    def all_loads(self) -> int:
+        """How often the state of the optimizer or of the model has been loaded."""
+        return self.loads + (0 if self._model is None else self._model.loads)
+
     def options(self) -> str:
         """What would let the ranks drift apart if it differed."""
         rates = [g.get("lr") for g in self._inner.param_groups]
-        loads = self.loads + (0 if self._model is None else self._model.loads)
-        return repr([loads, [r for r in rates if isinstance(r, float)]])
+        return repr([self.all_loads(), [r for r in rates if isinstance(r, float)]])
 
 
 class StepReducer(Reducer, Protocol):

@@ -15,7 +15,6 @@ from training import (
     make_model,
     plain,
     sharded,
-    train,
 )
 
 import zerohvd.torch as zero
@@ -75,18 +74,6 @@ def test_other_frozen_parameters_on_one_rank(stage):
     loss_of(model, batch(0, hvd.rank())).backward()
     with pytest.raises(zero.DisagreementError, match="require gradients"):
         opt.step()
-
-
-@needs_ranks
-def test_a_state_dict_on_one_rank_only():
-    model = make_model()
-    opt = wrap(model)
-    train(model, opt, steps=1)
-    with pytest.raises(zero.DisagreementError, match=r"state_dict\(\)"):
-        if hvd.rank() == 0:
-            opt.state_dict()
-        else:
-            opt.step()
 
 
 @pytest.mark.parametrize(

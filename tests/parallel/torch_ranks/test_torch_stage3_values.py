@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import time
 import weakref
 
 import horovod.torch as hvd
@@ -225,8 +226,12 @@ def test_a_model_that_nobody_has_any_more_takes_no_memory():
     train(model, opt, steps=2)
     there = [weakref.ref(model), weakref.ref(opt), weakref.ref(model.blocks[0].up.weight)]
     del model, opt
-    gc.collect()
-    assert [ref() for ref in there] == [None] * 3
+    for _ in range(100):  # until the first rank, which might have saved it alone, has let go too
+        gc.collect()
+        if not any(ref() is not None for ref in there):
+            return
+        time.sleep(0.05)
+    pytest.fail("something keeps the model alive")
 
 
 @needs_ranks

@@ -188,17 +188,6 @@ def test_horovods_broadcast_of_the_state_does_what_it_does_with_horovod(trained,
     assert_same(expected, model)
 
 
-def test_state_that_one_rank_alone_has_loaded_is_not_broadcast():
-    if hvd.size() == 1:
-        return
-    _, opt = sharded(stage=2)
-    stored = opt.state_dict()
-    if hvd.rank() == 0:
-        opt.load_state_dict(stored)
-    with pytest.raises(zero.DisagreementError, match="load_state_dict"):
-        hvd.broadcast_optimizer_state(opt, root_rank=0)
-
-
 def test_horovods_elastic_state_is_refused():
     import horovod.torch.elastic as elastic
 
