@@ -9,9 +9,9 @@ import threading
 import numpy as np
 import pytest
 
-from zerohvd.communication import channel, peers
-from zerohvd.communication.channel import HERE, Address, Connection, PeerError, Service, connect
-from zerohvd.communication.peers import Guard, Version, find_peers
+from zerohvd.peers import channel, group
+from zerohvd.peers.channel import HERE, Address, Connection, PeerError, Service, connect
+from zerohvd.peers.group import Guard, Version, find_peers
 from zerohvd.testing import ThreadWorld
 
 
@@ -33,8 +33,7 @@ class Subject:
 @contextlib.contextmanager
 def joined(c, prefix):
     subject = Subject(c.rank)
-    found = find_peers(c, prefix, subject)
-    found.give("part", subject.give)
+    found = find_peers(c, prefix, subject, {"part": subject.give})
     try:
         yield subject, found
     finally:
@@ -70,7 +69,7 @@ def test_all_ranks_may_take_at_once():
 
 
 def test_ranks_learn_whether_all_make_a_call(monkeypatch):
-    monkeypatch.setattr(peers, "PATIENCE", 0.5)
+    monkeypatch.setattr(group, "PATIENCE", 0.5)
 
     def live(c):
         with joined(c, "come") as (_, found):
@@ -119,8 +118,7 @@ def test_values_of_another_version_are_refused():
 def test_what_a_rank_leaves_is_there_until_the_first_rank_lets_go():
     def live(c):
         subject = Subject(c.rank)
-        found = find_peers(c, "left", subject)
-        found.give("part", subject.give)
+        found = find_peers(c, "left", subject, {"part": subject.give})
         c.barrier()
         if c.rank == 1:
             found.let_go()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zerohvd.communication.star import StarCollectives
+from zerohvd.peers.star import StarCollectives
 
 
 class TorchStar:

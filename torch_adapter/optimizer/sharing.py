@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from zerohvd.communication.channel import PeerError
-from zerohvd.communication.peers import Guard, Version, find_peers
-from zerohvd.communication.star import StarCollectives
+from zerohvd.peers.channel import PeerError
+from zerohvd.peers.group import Guard, Job, Version, find_peers
+from zerohvd.peers.star import StarCollectives
 from zerohvd.torch.communication.collectives import TorchCollectives
 from zerohvd.torch.communication.star import TorchStar
 from zerohvd.torch.gradients.owner import Gradients
@@ -54,11 +54,12 @@ class Sharing:
         self.steps = 0
         self._held, self._collectives, self._agreed = held, collectives, agreed
         self._gradients = weakref.ref(gradients)
-        self._peers = find_peers(collectives, held.prefix, self)
-        if self._peers is not None:
-            self._peers.give("optimizer", self._give)
-            if units is not None:
-                units.share(self._peers)
+        jobs: dict[str, Job] = {"optimizer": self._give}
+        if units is not None:
+            jobs["model"] = units.give
+        self._peers = find_peers(collectives, held.prefix, self, jobs)
+        if units is not None:
+            units.peers = self._peers
 
     @property
     def version(self) -> Version:

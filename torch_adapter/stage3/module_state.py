@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerohvd.communication.channel import PeerError
+from zerohvd.peers.channel import PeerError
 from zerohvd.torch import compat
 from zerohvd.torch.stage3 import placeholder
 from zerohvd.torch.stage3.units import ModuleUnit, Units

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from zerohvd.communication.agreement import check_agreement
-from zerohvd.communication.peers import Peers
-from zerohvd.communication.star import StarCollectives
 from zerohvd.layout import Layout, build_layout
+from zerohvd.peers.group import Peers
+from zerohvd.peers.star import StarCollectives
 from zerohvd.stage3.lifecycle import UnitLifecycle
 from zerohvd.stage3.planning import ModelPlan, UnitOptions, UnitPlan
 from zerohvd.stage3.unit import Unit, Use
@@ -134,17 +134,10 @@ class Units(UnitLifecycle[ModuleUnit]):
 
     # -- values for one rank alone ----------------------------------------------------------------
 
-    def share(self, peers: Peers) -> None:
-        """Give other ranks this one's shards when they ask."""
-        self.peers = peers
-        units = list(self.all)
-
-        def give(star: StarCollectives, numbers: Any) -> None:
-            for number in numbers:
-                for part in units[number].parts:
-                    part.collect(TorchStar(star), star.root)
-
-        peers.give("model", give)
+    def give(self, star: StarCollectives, numbers: Sequence[int]) -> None:
+        """Give another rank this one's shards of these units, when it asks for them."""
+        for part in (part for number in numbers for part in self.all[number].parts):
+            part.collect(TorchStar(star), star.root)
 
     def take(self, params: Collection[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
         """Copies of these parameters, without the other ranks' main threads."""

@@ -21,7 +21,7 @@ from training import (
 )
 
 import zerohvd.torch as zero
-from zerohvd.communication import peers
+from zerohvd.peers import group
 
 needs_ranks = pytest.mark.skipif(hvd.size() == 1, reason="needs several ranks")
 
@@ -29,7 +29,7 @@ needs_ranks = pytest.mark.skipif(hvd.size() == 1, reason="needs several ranks")
 @pytest.fixture(autouse=True)
 def little_patience(monkeypatch):
     """A test waits less long than a user for ranks that do not come."""
-    monkeypatch.setattr(peers, "PATIENCE", 0.3)
+    monkeypatch.setattr(group, "PATIENCE", 0.3)
 
 
 def assert_equal_states(a, b):

@@ -18,7 +18,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from zerohvd.communication.channel import (
+from zerohvd.communication.collectives import Collectives
+from zerohvd.communication.waiting import wait_limit
+from zerohvd.errors import ZeroError
+from zerohvd.peers.channel import (
     CONNECT_TIMEOUT,
     HERE,
     Address,
@@ -29,10 +32,7 @@ from zerohvd.communication.channel import (
     connect,
     service,
 )
-from zerohvd.communication.collectives import Collectives
-from zerohvd.communication.star import StarCollectives
-from zerohvd.communication.waiting import wait_limit
-from zerohvd.errors import ZeroError
+from zerohvd.peers.star import StarCollectives
 
 # Seconds in which all ranks come to a call that they make together. A call of one rank alone takes
 # this much longer; ranks that come later get what they ask for all the same.
@@ -152,8 +152,7 @@ class Peers:
     # -- giving and taking -------------------------------------------------------------------------
 
     def give(self, what: str, job: Job) -> None:
-        """Offer other ranks this one's part in `job(collectives, request)`, which runs in another
-        thread, while the rank that asks does the same over its own collectives."""
+        """Offer other ranks this one's part in a job; see `find_peers`."""
 
         def serve(connection: Connection, request: Any) -> None:
             with self._at(Version(*request["version"])):
@@ -278,10 +277,16 @@ def _has_failed() -> bool:
 _left: set[Peers] = set()
 
 
-def find_peers(collectives: Collectives, prefix: str, subject: Versioned) -> Peers | None:
+def find_peers(
+    collectives: Collectives, prefix: str, subject: Versioned, jobs: Mapping[str, Job]
+) -> Peers | None:
     """The other ranks, if all can be reached; None everywhere if not. All ranks must call it.
 
     What was left of earlier optimizers is let go of: a new one may take over their parameters.
+
+    Args:
+        jobs: Per name: this rank's part in `job(collectives, request)`, which runs in another
+            thread, while the rank that asks does the same over its own collectives.
     """
     hosts = collectives.allgather_object(socket.gethostname(), name=f"{prefix}/hosts")
     for old in list(_left):
@@ -289,8 +294,14 @@ def find_peers(collectives: Collectives, prefix: str, subject: Versioned) -> Pee
     mine = service(hosts)
     heard = collectives.allgather_object(list(mine.address), name=f"{prefix}/addresses")
     addresses = [Address(*address) for address in heard]
-    reached = all(collectives.allgather_object(_answers(addresses[0]), name=f"{prefix}/reached"))
-    return Peers(collectives.rank, addresses, mine, prefix, subject) if reached else None
+    peers = Peers(collectives.rank, addresses, mine, prefix, subject)
+    for what, job in jobs.items():
+        peers.give(what, job)
+    # The last collective: whoever has passed it may ask at once.
+    if all(collectives.allgather_object(_answers(addresses[0]), name=f"{prefix}/reached")):
+        return peers
+    peers.close()
+    return None
 
 
 def _answers(address: Address) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
-from zerohvd.communication.channel import Connection
 from zerohvd.communication.collectives import NumpyCollectives
 from zerohvd.communication.log import CommLog
 from zerohvd.errors import DisagreementError
+from zerohvd.peers.channel import Connection
 
 
 class StarCollectives(NumpyCollectives):
