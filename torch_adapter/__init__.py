@@ -6,12 +6,18 @@
     hvd.init()
     opt = torch.optim.AdamW(model.parameters(), lr=3e-4)
     opt = zero.DistributedOptimizer(opt, named_parameters=model.named_parameters(), stage=2)
+
+Every name of horovod.torch that is not here is Horovod's own, so that a Horovod script becomes a
+sharded one by its import: `import zerohvd.torch as hvd`.
 """
 
 if __name__ != "zerohvd.torch":
     raise ImportError(f"import zerohvd.torch, not {__name__}: a second copy would share no state")
 
 import os
+from typing import Any
+
+import horovod.torch
 
 from zerohvd.launchers import allow_single_process, spare_fusion_buffers
 from zerohvd.versions import require_torch
@@ -31,8 +37,8 @@ from zerohvd.errors import (  # noqa: E402
 from zerohvd.torch.checkpoint.api import CheckpointManager, load, save  # noqa: E402
 from zerohvd.torch.communication.compression import Compression  # noqa: E402
 from zerohvd.torch.data import DistributedSampler, even_steps  # noqa: E402
-from zerohvd.torch.optimizer import elastic  # noqa: E402
 from zerohvd.torch.optimizer.distributed import DistributedOptimizer  # noqa: E402
+from zerohvd.torch.optimizer.elastic import refuse_elastic_state  # noqa: E402
 from zerohvd.torch.optimizer.scaler import GradScaler  # noqa: E402
 from zerohvd.torch.optimizer.zero_optimizer import ZeroOptimizer  # noqa: E402
 from zerohvd.torch.optimizer.zeroify import zeroify  # noqa: E402
@@ -40,7 +46,7 @@ from zerohvd.torch.report import communication_report, memory_report  # noqa: E4
 from zerohvd.torch.stage3.deferred import deferred_init  # noqa: E402
 from zerohvd.torch.stage3.gathered import gathered  # noqa: E402
 
-elastic.register()
+refuse_elastic_state()
 
 __all__ = [
     "CheckpointError",
@@ -65,3 +71,12 @@ __all__ = [
     "weight",
     "zeroify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        return getattr(horovod.torch, name)
+    except AttributeError:
+        raise AttributeError(
+            f"neither zerohvd.torch nor horovod.torch has {name!r}"
+        ) from None

@@ -19,6 +19,6 @@ def _refuse(optimizer: ZeroOptimizer) -> NoReturn:
     )
 
 
-def register() -> None:
+def refuse_elastic_state() -> None:
     """Let TorchState(optimizer=...) raise; Horovod's registry is asked in order."""
     get_handler_registry().insert(0, (ZeroOptimizer, _refuse))
