@@ -178,7 +178,8 @@ def test_an_error_while_collecting_the_state_reaches_all_ranks(tmp_path):
 def test_unfinished_checkpoints_are_told_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(writing.Draft, "publish", lambda self: os.kill)
     ThreadWorld(2).run(lambda c: store(tmp_path / "a", c, LAYOUT, 1))
-    [left] = tmp_path.iterdir()
+    left, claim = sorted(tmp_path.iterdir())
+    assert claim == format.claim_path(tmp_path / "a")
     assert format.leftover(left) == ("a", "partial")
     with pytest.raises(CheckpointError, match="never finished"):
         Reader.open(tmp_path / "a")

@@ -120,8 +120,14 @@ class NumpyTraining:
     def apply(self, plan, stored):
         plan.apply()
 
-    def restore_generators(self, stored):
-        self.generator = stored["rank"]
+    def changes(self, stored):
+        return []
+
+    def prepare_generators(self, stored):
+        def restore():
+            self.generator = stored["rank"]
+
+        return restore
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 2), (3, 1), (5, 2), (2, 16)])
