@@ -84,6 +84,8 @@ class KerasTarget:
 
     def plan(self, plan: LoadPlan, stored: session.Stored, *, strict: bool) -> None:
         plan.weights(self._slots())
+        if self._step is not None and "scalars" not in stored.state and plan.matching.any_state():
+            raise CheckpointMismatchError("it holds an optimizer's state, but not state.scalars")
         if self._step is not None and "scalars" in stored.state:
             scalars, saved_with = stored.state["scalars"], str(stored.state.get("optimizer"))
             if not isinstance(scalars, Mapping):

@@ -67,6 +67,16 @@ class LoadedState:
         """
         self._expected.check(state, name, self._group[param], tuple(param.shape), dtype)
 
+    def fitted(self, values: State, param: torch.nn.Parameter, updated: torch.dtype) -> State:
+        """Checked values in the dtypes that kernels expect."""
+        found = dict(values)
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor):
+                dtype = self.dtype(param, updated, key, value.dtype)
+                wider = torch.promote_types(dtype, value.dtype)  # counters may stay so
+                found[key] = value.to(wider if key == "step" else dtype)
+        return found
+
     def dtype(
         self, param: torch.nn.Parameter, updated: torch.dtype, key: str, stored: torch.dtype
     ) -> torch.dtype:

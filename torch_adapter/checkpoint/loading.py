@@ -63,6 +63,8 @@ class TorchTarget:
     def plan(self, plan: LoadPlan, stored: session.Stored, *, strict: bool) -> None:
         plan.weights(self._slots())
         self._check_others(stored.state)
+        if self._opt is not None and "groups" not in stored.state and plan.matching.any_state():
+            raise CheckpointMismatchError("it holds an optimizer's state, but not state.groups")
         if self._opt is not None and "groups" in stored.state:
             self._check_groups(self._opt, plan.matching, stored.state["groups"], strict=strict)
             self._plan_state(self._opt, plan, stored)
@@ -133,7 +135,7 @@ class TorchTarget:
             decoded = loaded.decode(values, piece.param, piece.name)
             loaded.check({**found, **decoded}, owner, piece.name, piece.param.dtype)
             new = {key: self._state(loaded, plan, piece, key) for key in found}
-            new.update(decoded)
+            new.update(loaded.fitted(decoded, owner, piece.param.dtype))
             state[piece.param] = new
         frozen = self._frozen(loaded, plan, stored.manifest.values)
         loaded.settle(state)
@@ -187,7 +189,7 @@ class TorchTarget:
                 key: plan.fetch([(info, 1.0)], Span(0, info.numel), info.dtype).view(info.shape)
                 for key, info in states.items()
             }
-            found[param] = {**new, **decoded}
+            found[param] = {**new, **loaded.fitted(decoded, param, param.dtype)}
         return found
 
     # -- taking effect ----------------------------------------------------------------------------

@@ -118,7 +118,7 @@ def _check_one(value: Any, wanted: torch.Tensor, what: str, shape: tuple[int, ..
         _check_counter(value, what)
     elif not hasattr(value, "shape") or tuple(value.shape) != tuple(wanted.shape):
         raise _other_shape(what, value, tuple(wanted.shape), shape)
-    elif isinstance(value, torch.Tensor) and _family(value) != _family(wanted):
+    if isinstance(value, torch.Tensor) and _family(value) != _family(wanted):
         raise ValueError(f"{what} holds {value.dtype}, but this optimizer needs {wanted.dtype}")
 
 

@@ -117,16 +117,20 @@ def reading(path: Path, what: str = "") -> Iterator[None]:
     Fields are checked one by one where they are used, with better words. This is for what comes
     out of frameworks and of the user's objects when they are given nonsense.
     """
+    where = f"{path}, {what}" if what else f"{path}"
     try:
         yield
-    except CheckpointError:
-        raise
+    except CheckpointError as error:
+        if str(path) in str(error):
+            raise
+        raise type(error)(f"{where}: {error}") from error
+    except BrokenPipeError:
+        raise  # of whoever reads what is printed about the checkpoint
     except OSError as error:
         raise cannot("read", path, error) from error
     except Exception as error:
         plain = type(error) in (ValueError, RuntimeError)
         said = str(error) if plain else f"{type(error).__name__}: {error}"
-        where = f"{path}, {what}" if what else f"{path}"
         raise CheckpointMismatchError(f"{where}: {said}") from error
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerohvd.checkpoint import format as fmt
-from zerohvd.checkpoint.errors import CheckpointError, CorruptCheckpointError, cannot
+from zerohvd.checkpoint.errors import CheckpointError, cannot
 from zerohvd.checkpoint.values.document import LARGEST, Field, brief
 from zerohvd.layout import Span
 
@@ -245,7 +245,7 @@ def names_in(state: Any, key: str) -> dict[str, str]:
     if not isinstance(found, Mapping) or not all(
         isinstance(name, str) and isinstance(other, str) for name, other in found.items()
     ):
-        raise CorruptCheckpointError(f"{fmt.MANIFEST}: state.{key} does not map names to names")
+        raise ValueError(f"state.{key} in {fmt.MANIFEST} does not map names to names")
     return dict(found)
 
 

@@ -170,6 +170,10 @@ class Matching:
         """Key -> stored tensor, of the optimizer's state of a parameter."""
         return self.by_name(self._states_by_name, name)
 
+    def any_state(self) -> bool:
+        """Whether an optimizer's state was stored."""
+        return bool(self._states_by_name)
+
     def by_name(self, stored: Mapping[str, Mapping[str, V]], name: str) -> Mapping[str, V]:
         """What was stored for a parameter, under whatever name; empty if nothing was."""
         found = (stored.get(candidate) for candidate in self.candidates(name))
