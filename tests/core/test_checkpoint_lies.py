@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+import checkpoint_lies
 import numpy as np
 import pytest
+from checkpoint_cases import planned
 from test_checkpoint_session import NumpyTraining
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import checkpoint_lies
 
 from zerohvd.checkpoint import CheckpointError, Content, Entry, Reader, save, session
 from zerohvd.checkpoint.offline.consolidate import consolidate
@@ -81,13 +79,7 @@ def keras_like(path: Path) -> None:
         state = {"weights_h5": places, "unplaced": [], "aliases": {"tied": "dense/bias"}}
         return Content("keras", entries, {}, state, {})
 
-    save(path, SingleProcess(), _plan(make))
-
-
-def _plan(make):
-    from zerohvd.checkpoint import SavePlan
-
-    return SavePlan(lambda: None, lambda said: make())
+    save(path, SingleProcess(), planned(make))
 
 
 @pytest.mark.parametrize("suffix", [".weights.h5", ".safetensors"])

@@ -59,6 +59,8 @@ def check_options(stored: Any, present: Mapping[str, Any], where: str) -> None:
         if not isinstance(key, str) or key in ("params", "param_names"):
             raise CheckpointMismatchError(f"{where} holds {key!r}, which is no option")
         check(value, present.get(key), f"{where}.{key}")
+        if isinstance(present.get(key), bool) and not isinstance(value, (bool, type(None))):
+            raise _wrong(f"{where}.{key}", value, "true or false")
         if isinstance(present.get(key), tuple) and len(value or ()) != len(present[key]):
             raise _wrong(f"{where}.{key}", value, f"a tuple of {len(present[key])}")
         _check_no_nan(value, f"{where}.{key}")
