@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from zerohvd.checkpoint.errors import CheckpointMismatchError
+from zerohvd.checkpoint.values.likeness import check_finite
 
 _WORDS = 624  # of a Mersenne twister
 
@@ -56,8 +57,8 @@ def tried(
 
 def _prepare_python(stored: Any) -> Callable[[], None]:
     version, internal, gauss = stored
-    if gauss is not None and not isinstance(gauss, float):
-        raise TypeError(f"its third part is a {type(gauss).__name__}")
+    if gauss is not None:
+        check_finite(gauss, "its third part")
     state = (version, tuple(int(i) for i in internal), gauss)
     random.Random().setstate(state)
     return lambda: random.setstate(state)
@@ -70,6 +71,7 @@ def _prepare_numpy(stored: Any) -> Callable[[], None]:
         # numpy takes any number for the position, and would read behind the words from there.
         if np.shape(words) != (_WORDS,) or not 0 <= int(position) <= _WORDS:
             raise ValueError(f"{np.shape(words)} words, at {position}")
+        check_finite(gauss, "its last part")
         state = ("MT19937", words, int(position), int(has_gauss), float(gauss))
     np.random.RandomState().set_state(state)
     return lambda: np.random.set_state(state)
