@@ -68,13 +68,17 @@ class LoadedState:
         self._expected.check(state, name, self._group[param], tuple(param.shape), dtype)
 
     def fitted(self, values: State, param: torch.nn.Parameter, updated: torch.dtype) -> State:
-        """Checked values in the dtypes that kernels expect."""
+        """Checked values as kernels expect them."""
         found = dict(values)
         for key, value in values.items():
             if isinstance(value, torch.Tensor):
                 dtype = self.dtype(param, updated, key, value.dtype)
                 wider = torch.promote_types(dtype, value.dtype)  # counters may stay so
                 found[key] = value.to(wider if key == "step" else dtype)
+            elif self._expected.elementwise and not param.dim() and key != "step":
+                wanted = self._expected.of(self._group[param], (), updated).get(key)
+                if isinstance(wanted, torch.Tensor) and value is not None:
+                    found[key] = torch.tensor(value, dtype=wanted.dtype, device=param.device)
         return found
 
     def dtype(
