@@ -92,7 +92,8 @@ def check(path: Path, finished: int) -> int:
     assert finished <= version <= finished + 1, (finished, version)
     alone = some_layout(1, scale=40)
     assert_holds([fetch(path, SingleProcess(), alone)], values_of(alone, version))
-    strangers = [p.name for p in path.parent.iterdir() if p != path and not format.leftover(p)]
+    known = (path, format.claim_path(path))
+    strangers = [p.name for p in path.parent.iterdir() if p not in known and not format.leftover(p)]
     assert not strangers, strangers
     return version
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -178,7 +179,8 @@ def test_an_error_while_collecting_the_state_reaches_all_ranks(tmp_path):
 def test_unfinished_checkpoints_are_told_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(writing.Draft, "publish", lambda self: os.kill)
     ThreadWorld(2).run(lambda c: store(tmp_path / "a", c, LAYOUT, 1))
-    [left] = tmp_path.iterdir()
+    left, claim = sorted(tmp_path.iterdir())
+    assert claim == format.claim_path(tmp_path / "a")
     assert format.leftover(left) == ("a", "partial")
     with pytest.raises(CheckpointError, match="never finished"):
         Reader.open(tmp_path / "a")
@@ -237,3 +239,104 @@ def test_long_words_between_ranks_arrive_whole():
 
     for heard in ThreadWorld(3).run(speak):
         assert [len(h) for h in heard] == [0, 5000, 10000]
+
+
+def whole(path: Path, version: int) -> None:
+    held = ThreadWorld(2).run(lambda c: fetch(path, c, LAYOUT))
+    assert_holds(held, values_of(LAYOUT, version))
+
+
+@pytest.mark.parametrize("what", ["open", "fsync", "rename", "mkdir"])
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.EDQUOT, errno.EIO])
+def test_a_file_system_that_refuses_is_named_on_all_ranks_and_the_old_checkpoint_stays(
+    sound, tmp_path, monkeypatch, what, code
+):
+    """Read-only, no permission, no quota: wherever it shows first."""
+    shutil.copytree(sound / "a", tmp_path / "a")
+    plain = getattr(os, what)
+    writes = os.O_WRONLY | os.O_RDWR
+
+    def refuse(target, *arguments, **options):
+        if what != "open" or (arguments and arguments[0] & writes):
+            raise OSError(code, os.strerror(code), target if what != "fsync" else None)
+        return plain(target, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, what, refuse)
+        said = refused(2, lambda c: store(tmp_path / "a", c, LAYOUT, 3))
+    assert os.strerror(code) in said and str(tmp_path / "a") in said
+    whole(tmp_path / "a", 1)
+    ThreadWorld(2).run(lambda c: store(tmp_path / "a", c, LAYOUT, 4))
+    whole(tmp_path / "a", 4)
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_may_not_write_stops_all(sound, tmp_path, monkeypatch, rank):
+    shutil.copytree(sound / "a", tmp_path / "a")
+    plain = os.open
+
+    def refuse(path, flags, *arguments, **options):
+        if f"shard-{rank:05d}" in str(path) and flags & os.O_CREAT:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return plain(path, flags, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        said = refused(2, lambda c: store(tmp_path / "a", c, LAYOUT, 3))
+    assert f"rank {rank}: cannot write" in said and "Permission denied" in said
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+    whole(tmp_path / "a", 1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_may_not_read_stops_all(sound, tmp_path, monkeypatch, rank):
+    plain = os.open
+
+    def refuse(path, flags, *arguments, **options):
+        if f"shard-{rank:05d}" in str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return plain(path, flags, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    said = refused(2, lambda c: fetch(sound / "a", c, LAYOUT))
+    assert f"shard-{rank:05d}" in said and "Permission denied" in said
+
+
+def test_a_path_that_is_a_file_is_not_overwritten(tmp_path):
+    (tmp_path / "a").write_text("mine")
+    said = refused(2, lambda c: store(tmp_path / "a", c, LAYOUT, 1))
+    assert "exists and is not a checkpoint" in said
+    assert (tmp_path / "a").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
+    assert "is a file" in refused(2, lambda c: fetch(tmp_path / "a", c, LAYOUT))
+
+
+def test_a_link_is_followed_and_stays_a_link(sound, tmp_path):
+    shutil.copytree(sound / "a", tmp_path / "real" / "step-1")
+    for name in ("latest", "dangling"):
+        target = tmp_path / "real" / ("step-1" if name == "latest" else "step-2")
+        (tmp_path / name).symlink_to(target, target_is_directory=True)
+        ThreadWorld(2).run(lambda c, n=name: store(tmp_path / n, c, LAYOUT, 5))
+        assert (tmp_path / name).is_symlink()
+        whole(tmp_path / name, 5)
+        whole(target, 5)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["dangling", "latest", "real"]
+    assert sorted(p.name for p in (tmp_path / "real").iterdir()) == ["step-1", "step-2"]
+
+
+@pytest.mark.parametrize("name", ["ünïcödé 检查点", "a b", "-rf", "a.partial", "50%", "\udcff"])
+def test_names_of_any_kind(tmp_path, name):
+    path = format.absolute(f"{tmp_path}/{name}/")
+    assert path == tmp_path / name
+    for version in (1, 2):
+        ThreadWorld(2).run(lambda c, v=version: store(path, c, LAYOUT, v))
+        whole(path, version)
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * 250])
+def test_names_that_no_file_system_has_are_refused_in_words(tmp_path, name):
+    said = refused(2, lambda c: store(tmp_path / name, c, LAYOUT, 1))
+    assert "rank 0: cannot make" in said and str(tmp_path) in said
+    assert not list(tmp_path.iterdir())
+    assert str(tmp_path) in refused(2, lambda c: fetch(tmp_path / name, c, LAYOUT))

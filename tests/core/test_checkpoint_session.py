@@ -120,8 +120,12 @@ class NumpyTraining:
     def apply(self, plan, stored):
         plan.apply()
 
-    def restore_generators(self, stored):
-        self.generator = stored["rank"]
+    def changes(self, stored):
+        return []
+
+    def prepare_generators(self, stored):
+        rank = stored["rank"]
+        return lambda: setattr(self, "generator", rank)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 2), (3, 1), (5, 2), (2, 16)])
@@ -155,7 +159,7 @@ def test_an_error_on_one_rank_is_raised_on_all_and_nothing_is_loaded(tmp_path):
     def load(ranks):
         training = NumpyTraining(ranks)
         training.fails_on = 1
-        with pytest.raises(ValueError, match="rank 1: this rank cannot"):
+        with pytest.raises(ValueError, match=r"rank 1: .*: this rank cannot"):
             session.load(tmp_path / "a", training)
         with pytest.raises(CheckpointError, match="there is no checkpoint"):
             session.load(tmp_path / "b", training)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerohvd.checkpoint.tree import decode, encode
+from zerohvd.checkpoint.values.tree import decode, encode
 
 leaves = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary(),

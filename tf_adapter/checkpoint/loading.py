@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from zerohvd.checkpoint import session
-from zerohvd.checkpoint.matching import STATE, LoadPlan, Names, Slot, state_span
+from zerohvd.checkpoint import CheckpointMismatchError, session
+from zerohvd.checkpoint.manifest import names_in
+from zerohvd.checkpoint.matching import STATE, LoadPlan, Names, Slot, check_shape, state_span
 from zerohvd.checkpoint.offline.weights_h5 import open_weights
 from zerohvd.checkpoint.reader import ArraySource
+from zerohvd.checkpoint.values import generators
 from zerohvd.keras import compat
 from zerohvd.keras.checkpoint.holdings import Holdings
 from zerohvd.keras.optimizer import state
@@ -69,9 +71,11 @@ class KerasTarget:
         """Models are matched by places in a .weights.h5 file, for Keras numbers layer names."""
         held = self._held
         about = stored.state if stored.complete else stored.manifest.state or {}
-        at = {place: name for name, place in about.get("weights_h5", {}).items()}
+        at = {place: name for name, place in names_in(about, "weights_h5").items()}
         renamed = {name: at.get(place, name) for name, place in held.places.items()}
-        unplaced = about.get("unplaced", [])
+        unplaced = about.get("unplaced", []) if isinstance(about, Mapping) else []
+        if not isinstance(unplaced, list) or not all(isinstance(n, str) for n in unplaced):
+            raise CheckpointMismatchError("state.unplaced of the checkpoint is no list of names")
         if len(unplaced) == len(held.unplaced):
             renamed.update(zip(held.unplaced, unplaced, strict=True))
         # Plain files need not have the seeds of dropout layers.
@@ -80,10 +84,15 @@ class KerasTarget:
 
     def plan(self, plan: LoadPlan, stored: session.Stored, *, strict: bool) -> None:
         plan.weights(self._slots())
+        if self._step is not None and "scalars" not in stored.state and plan.matching.any_state():
+            raise CheckpointMismatchError("it holds an optimizer's state, but not state.scalars")
         if self._step is not None and "scalars" in stored.state:
-            self._plan_state(plan, stored.state["optimizer"])
+            scalars, saved_with = stored.state["scalars"], str(stored.state.get("optimizer"))
+            if not isinstance(scalars, Mapping):
+                raise CheckpointMismatchError("state.scalars of the checkpoint is not an object")
+            self._plan_state(plan, saved_with)
             self._plan_local_sums(plan)
-            self._plan_scalars(plan, stored.state["scalars"], stored.state["optimizer"])
+            self._plan_scalars(plan, scalars, saved_with)
 
     def _slots(self) -> Iterator[Slot]:
         for piece in () if self._step is None else self._step.pieces:
@@ -105,16 +114,20 @@ class KerasTarget:
             if info is not None:
                 parts = [(info, 1.0)]
                 span = state_span(info, name, shape, span)
-                if info.shape not in (shape, tuple(slot.variable.shape)):
+                # What the optimizer itself has made: elementwise, or of a shape of its own.
+                needed = shape if slot.is_elementwise else tuple(slot.variable.shape)
+                if info.shape != needed:
                     raise ValueError(
                         f"{info.key!r} has shape {info.shape} in the checkpoint, which does not "
-                        f"fit {slot.piece.path!r} of shape {shape}"
+                        f"fit {slot.piece.path!r} of shape {shape}: {needed} is needed"
                     )
             elif slot.kind == compat.ACCUMULATED:
                 # Stage 2 from a lower stage: the mean of what each rank had added up by itself.
                 parts = plan.matching.reduced_local_grads(name)
                 if not parts:
                     continue
+                for part, _ in parts:
+                    check_shape(part, name, shape)
             else:
                 raise self._other_optimizer(f"holds no {slot.kind} of {name!r}", saved_with)
             plan.fill(_slot_of(name, slot.variable, span), parts)
@@ -127,6 +140,8 @@ class KerasTarget:
             reduced = plan.matching.find(f"{STATE}{compat.ACCUMULATED}", name)
             if reduced is not None:
                 parts.append((reduced, 1.0))  # the mean over ranks that all bring it is the same
+            for part, _ in parts:
+                check_shape(part, name, tuple(total.shape))
             if parts or plan.matching.any_local_grads(name):
                 plan.fill(_slot_of(name, total), parts)
 
@@ -136,7 +151,8 @@ class KerasTarget:
         if missing:
             raise self._other_optimizer(f"lacks {missing[0]!r} of the optimizer", saved_with)
         for name in known.keys() & stored.keys():
-            plan.then(functools.partial(known[name].assign, stored[name]), group=-1)
+            value = _value_for(known[name], stored[name], f"scalars.{name}")
+            plan.then(functools.partial(known[name].assign, value), group=-1)
 
     def _other_optimizer(self, what: str, saved_with: str) -> ValueError:
         here = type(self._held.optimizer.inner_optimizer).__name__
@@ -159,10 +175,36 @@ class KerasTarget:
             self._step.assign_all(prepare)
         plan.apply(-1)
 
-    def restore_generators(self, stored: Mapping[str, Any]) -> None:
-        session.restore_generators(stored)
+    def changes(self, stored: session.Stored) -> Iterator[session.Change]:
+        return iter(())
+
+    def prepare_generators(self, stored: Mapping[str, Any]) -> Callable[[], None]:
+        acts = [generators.prepare(stored)]
         if "keras" in stored and compat.global_seed() is not None:
-            compat.global_seed().state.assign(stored["keras"])
+            seed = compat.global_seed().state
+            value = _value_for(seed, stored["keras"], "the global seed of Keras")
+            acts.append(lambda: seed.assign(value))
+
+        def restore() -> None:
+            for act in acts:
+                act()
+
+        return restore
+
+
+def _value_for(variable: Any, stored: Any, what: str) -> Array:
+    """What a variable is going to be; raises unless it is numbers of its shape and kind."""
+    value = np.asarray(stored)
+    shape, dtype = tuple(variable.shape), _numpy(tf.as_dtype(variable.dtype).base_dtype.name)
+    if value.dtype.kind not in "biuf" or value.shape != shape:
+        raise CheckpointMismatchError(
+            f"{what} should be numbers of shape {shape} in the checkpoint, not {value.dtype} of "
+            f"shape {value.shape}"
+        )
+    cast = value.astype(dtype)
+    if not np.isfinite(value).all() or (dtype.kind in "biu" and (cast != value).any()):
+        raise CheckpointMismatchError(f"{what} should be {dtype} in the checkpoint, not {value}")
+    return cast
 
 
 def _slot_of(

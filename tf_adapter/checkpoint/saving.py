@@ -10,10 +10,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from zerohvd.checkpoint import session
 from zerohvd.checkpoint.entries import Entry
 from zerohvd.checkpoint.matching import BUFFER, LOCAL_GRAD, MASTER, PARAM, own_name, state_kind
-from zerohvd.checkpoint.tree import Array
+from zerohvd.checkpoint.values import generators
+from zerohvd.checkpoint.values.tree import Array
 from zerohvd.keras import compat
 from zerohvd.keras.checkpoint.holdings import Holdings
 from zerohvd.keras.optimizer import state
@@ -80,7 +80,7 @@ class KerasSnapshot:
 
     def generators(self) -> dict[str, Any]:
         """Layers keep their own generators, as variables."""
-        found = session.generators()
+        found = generators.states()
         if compat.global_seed() is not None:
             found["keras"] = np.asarray(compat.global_seed().state)
         return found

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from zerohvd.checkpoint import CheckpointMismatchError
 from zerohvd.checkpoint.entries import Entry
-from zerohvd.checkpoint.matching import LOCAL_GRAD, LoadPlan, Slot, own_name
+from zerohvd.checkpoint.matching import LOCAL_GRAD, LoadPlan, Slot, check_shape, own_name
+from zerohvd.checkpoint.values.document import is_integer
 from zerohvd.layout import Span
 from zerohvd.torch.checkpoint.holdings import HeldPiece, Holdings
 from zerohvd.torch.checkpoint.tensors import entry, whole_entry
@@ -74,6 +76,19 @@ def reduced_entries(opt: ZeroOptimizer, held: Holdings) -> Iterator[Entry]:
         yield entry(REDUCED, piece.name, piece.shape, piece.span, shard[slice(*piece.place)])
 
 
+def _check_progress(stored: Any) -> None:
+    """Raise unless `progress` can have returned it."""
+    sound = (
+        isinstance(stored, Mapping)
+        and isinstance(stored.get("begun"), bool)
+        and all(is_integer(stored.get(k)) and stored[k] >= 0 for k in ("passes", "done"))
+        and isinstance(stored.get("arrived"), list)
+        and all(isinstance(name, str) for name in stored["arrived"])
+    )
+    if not sound:
+        raise CheckpointMismatchError("state.progress of the checkpoint is not that of a step")
+
+
 class Resumption:
     """A step that was under way when a checkpoint was saved.
 
@@ -84,6 +99,7 @@ class Resumption:
     """
 
     def __init__(self, opt: ZeroOptimizer, held: Holdings, stored: Mapping[str, Any]) -> None:
+        _check_progress(stored)
         self._opt, self._held, self._stored = opt, held, stored
         self._sums: dict[tuple[int, int], torch.Tensor] = {}
         if stored["begun"] and opt.gradients.rounds.passes <= stored["done"]:
@@ -101,6 +117,7 @@ class Resumption:
         for piece in self._held.pieces if self._opt.config.stage >= 2 else ():
             info = plan.matching.find(REDUCED, piece.name)
             if info is not None and piece.section >= 0:
+                check_shape(info, piece.name, piece.shape)
                 dtype = arrays.dtype_name(piece.updated)
                 put = self._add_to_sum(piece)
                 slot = Slot(piece.name, piece.shape, piece.span, dtype, put, group=1)
@@ -117,6 +134,8 @@ class Resumption:
         if not parts:
             return
         shape = tuple(param.shape)
+        for info, _ in parts:
+            check_shape(info, name, shape)
 
         def put(memory: torch.Tensor) -> None:
             param.grad = memory.view(shape).to(param.device, copy=True)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zerohvd.checkpoint import session
+from zerohvd.checkpoint import CheckpointMismatchError, session
 from zerohvd.checkpoint.matching import LoadPlan, Matching, Names, Slot, state_span
 from zerohvd.checkpoint.reader import ArraySource
-from zerohvd.checkpoint.tree import decode
+from zerohvd.checkpoint.values import generators
+from zerohvd.checkpoint.values.likeness import check_finite, check_state
 from zerohvd.layout import Span
 from zerohvd.torch.checkpoint.accumulation import Resumption
 from zerohvd.torch.checkpoint.holdings import HeldPiece, Holdings
+from zerohvd.torch.checkpoint.loaded import (
+    LoadedState,
+    check_groups,
+    extra_state_change,
+    state_change,
+)
 from zerohvd.torch.checkpoint.plain_files import TORCH_SUFFIXES, open_torch_file
 from zerohvd.torch.checkpoint.tensors import TorchStaging
 from zerohvd.torch.communication import arrays
@@ -45,6 +51,7 @@ class TorchTarget:
         self._schedulers, self._scaler = schedulers, scaler
         self._offload = None if held.opt is None else held.opt.offload
         self._resumption: Resumption | None = None
+        self._loaded: LoadedState | None = None
         self.staging = TorchStaging(self._offload)
 
     def openers(self) -> Mapping[str, Callable[[Path], ArraySource]]:
@@ -56,10 +63,12 @@ class TorchTarget:
     def plan(self, plan: LoadPlan, stored: session.Stored, *, strict: bool) -> None:
         plan.weights(self._slots())
         self._check_others(stored.state)
+        if self._opt is not None and "groups" not in stored.state and plan.matching.any_state():
+            raise CheckpointMismatchError("it holds an optimizer's state, but not state.groups")
         if self._opt is not None and "groups" in stored.state:
             self._check_groups(self._opt, plan.matching, stored.state["groups"], strict=strict)
             self._plan_state(self._opt, plan, stored)
-            if stored.state["progress"] is not None:
+            if stored.state.get("progress") is not None:
                 self._resumption = Resumption(self._opt, self._held, stored.state["progress"])
                 self._resumption.plan(plan)
 
@@ -77,19 +86,28 @@ class TorchTarget:
 
     def _check_others(self, state: Mapping[str, Any]) -> None:
         stored, given = state.get("schedulers", []), self._schedulers
+        if not isinstance(stored, list) or not isinstance(state.get("modules", {}), Mapping):
+            raise CheckpointMismatchError("the states of schedulers or modules are not a list")
         if given is not None and len(given) != len(stored):
             raise ValueError(
                 f"the checkpoint holds {len(stored)} schedulers, but {len(given)} were given: pass "
                 "to load() what was passed to save()"
             )
+        for number, (scheduler, said) in enumerate(zip(given or (), stored, strict=False)):
+            check_state(said, scheduler, f"schedulers.{number}")
         if self._scaler is not None and state.get("scaler") is None:
             raise ValueError("the checkpoint holds no scaler: save(..., scaler=scaler) stores it")
+        if self._scaler is not None and state["scaler"]:
+            check_state(state["scaler"], self._scaler, "scaler")
+            if "scale" in state["scaler"]:
+                check_finite(state["scaler"]["scale"], "scaler.scale")
 
     # -- the optimizer ----------------------------------------------------------------------------
 
     def _check_groups(
         self, opt: ZeroOptimizer, matching: Matching, groups: list[State], *, strict: bool
     ) -> None:
+        check_groups(groups)
         if len(groups) != len(opt.groups):
             raise ValueError(
                 f"the checkpoint has {len(groups)} parameter groups, this optimizer "
@@ -106,21 +124,26 @@ class TorchTarget:
 
     def _plan_state(self, opt: ZeroOptimizer, plan: LoadPlan, stored: session.Stored) -> None:
         """The inner optimizer's state and options."""
+        loaded = LoadedState(opt, stored.state["groups"])
         state: dict[torch.Tensor, State] = {}
         for piece in self._held.pieces:
             found = plan.matching.states(piece.name)
             values = plan.matching.by_name(stored.manifest.values, piece.name)
             if piece.param is None or not (found or values):
                 continue
-            new = {key: self._state(opt, plan, piece, key) for key in found}
-            new.update(_decode_values(values, opt, piece.param))
+            owner = self._held.params[piece.name]
+            decoded = loaded.decode(values, piece.param, piece.name)
+            loaded.check({**found, **decoded}, owner, piece.name, piece.param.dtype)
+            new = {key: self._state(loaded, plan, piece, key) for key in found}
+            new.update(loaded.fitted(decoded, owner, piece.param.dtype))
             state[piece.param] = new
-        frozen = self._frozen(opt, plan, stored.manifest.values)
-        groups = stored.state["groups"]
-        plan.then(lambda: _put_state(opt, state, frozen, groups))
+        frozen = self._frozen(loaded, plan, stored.manifest.values)
+        loaded.settle(state)
+        self._loaded = loaded
+        plan.then(lambda: loaded.put_state(state, frozen))
 
     def _state(
-        self, opt: ZeroOptimizer, plan: LoadPlan, piece: HeldPiece, key: str
+        self, loaded: LoadedState, plan: LoadPlan, piece: HeldPiece, key: str
     ) -> torch.Tensor:
         """What is going to be a piece's state: memory that was read to, where that is possible."""
         assert piece.param is not None
@@ -131,7 +154,8 @@ class TorchTarget:
         same = plan.matching.updated_dtype(piece.name) == arrays.dtype_name(piece.param)
         if not same and key != "step" and dtype.is_floating_point:
             dtype = piece.param.dtype  # the optimizer updates another dtype now than it did then
-        present = opt.inner.state.get(piece.param, {}).get(key)
+        dtype = loaded.dtype(self._held.params[piece.name], piece.param.dtype, key, dtype)
+        present = loaded.opt.inner.state.get(piece.param, {}).get(key)
         fits = (
             isinstance(present, torch.Tensor)
             and (tuple(present.shape), present.dtype) == (shape, dtype)
@@ -148,26 +172,42 @@ class TorchTarget:
         return present
 
     def _frozen(
-        self, opt: ZeroOptimizer, plan: LoadPlan, stored: Mapping[str, Mapping[str, Any]]
+        self, loaded: LoadedState, plan: LoadPlan, stored: Mapping[str, Mapping[str, Any]]
     ) -> dict[torch.nn.Parameter, State]:
         """The state of parameters of the optimizer that are not sharded here: frozen ones."""
-        sharded = {p for section in opt.sections for p in section.params}
+        sharded = {p for section in loaded.opt.sections for p in section.params}
         found: dict[torch.nn.Parameter, State] = {}
-        for param in opt.all_params():
+        for param in loaded.opt.all_params():
             name = self._held.names[param]
             states = plan.matching.states(name)
             values = plan.matching.by_name(stored, name)
             if param in sharded or not (states or values):
                 continue
+            decoded = loaded.decode(values, param, name)
+            loaded.check({**states, **decoded}, param, name, param.dtype)
             new = {
                 key: plan.fetch([(info, 1.0)], Span(0, info.numel), info.dtype).view(info.shape)
                 for key, info in states.items()
             }
-            new.update(_decode_values(values, opt, param))
-            found[param] = new
+            found[param] = {**new, **loaded.fitted(decoded, param, param.dtype)}
         return found
 
     # -- taking effect ----------------------------------------------------------------------------
+
+    def changes(self, stored: session.Stored) -> Iterator[session.Change]:
+        if self._loaded is not None:
+            yield self._loaded.options_change()
+        extra = stored.state.get("modules", {})
+        for path, module in self._held.modules_with_extra_state():
+            if path in extra:
+                yield extra_state_change(f"modules.{path}", module, extra[path])
+        states = stored.state.get("schedulers", ())
+        for number, (scheduler, state) in enumerate(
+            zip(self._schedulers or (), states, strict=False)
+        ):
+            yield state_change(f"schedulers.{number}", scheduler, state)
+        if self._scaler is not None and stored.state["scaler"]:
+            yield state_change("scaler", self._scaler, stored.state["scaler"])
 
     def apply(self, plan: LoadPlan, stored: session.Stored) -> None:
         opt = self._held.opt
@@ -182,20 +222,27 @@ class TorchTarget:
                 increment_version(list(self._held.params.values()))
             if self._resumption is not None:
                 self._resumption.apply(plan)
-        for path, module in self._held.modules_with_extra_state():
-            if path in stored.state.get("modules", {}):
-                module.set_extra_state(stored.state["modules"][path])
-        states = stored.state.get("schedulers", ())
-        for scheduler, state in zip(self._schedulers or (), states, strict=False):
-            scheduler.load_state_dict(state)
-        if self._scaler is not None and stored.state["scaler"]:
-            self._scaler.load_state_dict(stored.state["scaler"])
 
-    def restore_generators(self, stored: Mapping[str, Any]) -> None:
-        session.restore_generators(stored)
-        torch.set_rng_state(stored["torch"])
+    def prepare_generators(self, stored: Mapping[str, Any]) -> Callable[[], None]:
+        acts = [generators.prepare(stored), generators.tried("torch", stored, _prepare_cpu)]
         if "cuda" in stored and torch.cuda.is_available():
-            torch.cuda.set_rng_state(stored["cuda"])
+            acts.append(generators.tried("cuda", stored, _prepare_cuda))
+
+        def restore() -> None:
+            for act in acts:
+                act()
+
+        return restore
+
+
+def _prepare_cpu(stored: Any) -> Callable[[], None]:
+    torch.Generator().set_state(stored)
+    return lambda: torch.set_rng_state(stored)
+
+
+def _prepare_cuda(stored: Any) -> Callable[[], None]:
+    torch.Generator(device="cuda").set_state(stored)
+    return lambda: torch.cuda.set_rng_state(stored)
 
 
 def _copy_to(target: torch.Tensor) -> Callable[[torch.Tensor], None]:
@@ -210,33 +257,3 @@ def _copy_to(target: torch.Tensor) -> Callable[[torch.Tensor], None]:
 def _whole_slot(name: str, tensor: torch.Tensor, *, per_rank: bool = False) -> Slot:
     span, dtype = Span(0, tensor.numel()), arrays.dtype_name(tensor)
     return Slot(name, tuple(tensor.shape), span, dtype, _copy_to(tensor), per_rank)
-
-
-def _decode_values(
-    stored: Mapping[str, Any], opt: ZeroOptimizer, param: torch.Tensor
-) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, (dtype, encoded) in stored.items():
-        value = decode(encoded, lambda name, of: None)
-        if dtype:
-            value = torch.tensor(value, dtype=arrays.dtype_of(dtype))
-            if any(g.get("capturable") or g.get("fused") for g in opt.inner.param_groups):
-                value = value.to(param.device)
-        found[key] = value
-    return found
-
-
-def _put_state(
-    opt: ZeroOptimizer,
-    state: Mapping[torch.Tensor, State],
-    frozen: Mapping[torch.nn.Parameter, State],
-    groups: Sequence[State],
-) -> None:
-    opt.inner.state.clear()
-    opt.inner.state.update(state)
-    opt.unsharded.clear()
-    opt.unsharded.update(frozen)
-    for held, loaded in zip(opt.inner.param_groups, groups, strict=True):
-        held.update(copy.deepcopy(loaded["options"]))
-    # What torch does after loading: states of older versions become those of this one.
-    opt.inner.__setstate__({"state": opt.inner.state, "param_groups": opt.inner.param_groups})

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from zerohvd.checkpoint import session
 from zerohvd.checkpoint.entries import Entry
 from zerohvd.checkpoint.matching import BUFFER, MASTER, PARAM, state_kind
-from zerohvd.checkpoint.tree import Array, encode
+from zerohvd.checkpoint.values import generators
+from zerohvd.checkpoint.values.tree import Array, encode
 from zerohvd.torch.checkpoint import accumulation
 from zerohvd.torch.checkpoint.holdings import HeldPiece, Holdings
 from zerohvd.torch.checkpoint.tensors import entry, to_array, whole_entry
@@ -98,7 +98,7 @@ class TorchSnapshot:
         return state
 
     def generators(self) -> dict[str, Any]:
-        found = {**session.generators(), "torch": torch.get_rng_state()}
+        found = {**generators.states(), "torch": torch.get_rng_state()}
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             found["cuda"] = torch.cuda.get_rng_state()
         return found

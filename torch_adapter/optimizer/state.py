@@ -12,6 +12,7 @@ from zerohvd.config import ZeroConfig
 from zerohvd.torch.communication import arrays
 from zerohvd.torch.communication.collectives import TorchCollectives
 from zerohvd.torch.gradients.section import Section
+from zerohvd.torch.optimizer.expected import Expectations
 from zerohvd.torch.params.owned import NamedParam, OwnedPiece
 from zerohvd.training import state as core
 
@@ -128,10 +129,13 @@ def _fit(opt: Sharded, state_dict: Mapping[str, Any]) -> dict[int, torch.nn.Para
     params = [p for group in opt.groups for p in group]
     indices = [i for group in groups for i in group["params"]]
     param_of = dict(zip(indices, params, strict=True))
+    group_of = {i: number for number, group in enumerate(groups) for i in group["params"]}
+    options = zip(opt.inner.param_groups, groups, strict=True)
+    expected = Expectations(opt.inner, [{**held, **loaded} for held, loaded in options])
     for index, values in state_dict["state"].items():
         if index not in param_of:
             raise ValueError(f"the state of parameter {index} belongs to no parameter group")
-        _check_values(opt, param_of[index], values)
+        _check_values(opt, expected, group_of[index], param_of[index], values)
     return param_of
 
 
@@ -172,16 +176,21 @@ def _check_groups(opt: Sharded, groups: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def _check_values(opt: Sharded, param: torch.nn.Parameter, values: State) -> None:
-    whole = opt.config.partition == "parameter" or opt.config.stage == 0
+def _check_values(
+    opt: Sharded, expected: Expectations, group: int, param: torch.nn.Parameter, values: State
+) -> None:
+    """Raise unless the state fits: fused kernels take the shapes of state for granted."""
+    name, shape = opt.named[param].name, tuple(param.shape)
+    if not isinstance(values, Mapping):
+        raise TypeError(f"the state of {name!r} is a {type(values).__name__}, not a dict")
+    expected.check(values, name, group, shape, param.dtype)
+    if opt.config.partition == "parameter" or opt.config.stage == 0:
+        return
     for key, value in values.items():
-        if not isinstance(value, torch.Tensor) or value.dim() == 0 or whole:
-            continue
-        if value.shape != param.shape:
-            name = opt.named[param].name
+        if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != param.shape:
             raise ValueError(
                 f"the state {key!r} of {name!r} has shape {tuple(value.shape)}, the parameter "
-                f"{tuple(param.shape)}: it was saved for another model, or by an optimizer that "
+                f"{shape}: it was saved for another model, or by an optimizer that "
                 "needs partition='parameter'"
             )
 

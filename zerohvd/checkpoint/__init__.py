@@ -6,16 +6,22 @@ name; nothing here knows a framework or a stage.
 """
 
 from zerohvd.checkpoint.entries import Content, Entry, Want, share_out, whole
-from zerohvd.checkpoint.errors import CheckpointError, CorruptCheckpointError, together
+from zerohvd.checkpoint.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    CorruptCheckpointError,
+    together,
+)
 from zerohvd.checkpoint.manifest import Manifest, TensorInfo, is_complete, read_manifest
 from zerohvd.checkpoint.reader import ArraySource, Reader, Source, open_safetensors
-from zerohvd.checkpoint.tree import Array, encode
+from zerohvd.checkpoint.values.tree import Array, encode
 from zerohvd.checkpoint.writer import SavePlan, save
 
 __all__ = [
     "Array",
     "ArraySource",
     "CheckpointError",
+    "CheckpointMismatchError",
     "Content",
     "CorruptCheckpointError",
     "Entry",

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zerohvd.checkpoint.format import itemsize
-from zerohvd.checkpoint.tree import Array
+from zerohvd.checkpoint.values.tree import Array
 from zerohvd.layout import Span
 
 Bytes = npt.NDArray[Any]  # an array of any dtype; only its bytes count

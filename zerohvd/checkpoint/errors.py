@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,10 +26,26 @@ class CorruptCheckpointError(CheckpointError):
     """Bytes of a checkpoint are missing, changed or from elsewhere."""
 
 
+class CheckpointMismatchError(CheckpointError, ValueError):
+    """A checkpoint holds something else than the model, the optimizer or their helpers need."""
+
+
+class ReplacedCheckpointError(CheckpointMismatchError):
+    """Another checkpoint has come to its place while it was being read."""
+
+
 # An error travels between ranks as its name and text, and arrives as one of these.
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
-    for kind in (CheckpointError, CorruptCheckpointError, ValueError, TypeError, RuntimeError)
+    for kind in (
+        CheckpointError,
+        CorruptCheckpointError,
+        CheckpointMismatchError,
+        ReplacedCheckpointError,
+        ValueError,
+        TypeError,
+        RuntimeError,
+    )
 }
 
 
@@ -87,9 +104,34 @@ def describe(error: Exception) -> tuple[str, str]:
     return "CheckpointError", f"{type(error).__name__}: {error}"
 
 
-def cannot(doing: str, path: Path, error: OSError) -> CheckpointError:
+def cannot(doing: str, path: Path, error: OSError | ValueError) -> CheckpointError:
     """`error` with the file it is about, which the system call may have left out."""
-    return CheckpointError(f"cannot {doing} {path}: {error.strerror or error}")
+    reason = getattr(error, "strerror", None) or error
+    return CheckpointError(f"cannot {doing} {path}: {reason}")
+
+
+@contextlib.contextmanager
+def reading(path: Path, what: str = "") -> Iterator[None]:
+    """Whatever goes wrong with what a checkpoint says is an error that names the checkpoint.
+
+    Fields are checked one by one where they are used, with better words. This is for what comes
+    out of frameworks and of the user's objects when they are given nonsense.
+    """
+    where = f"{path}, {what}" if what else f"{path}"
+    try:
+        yield
+    except CheckpointError as error:
+        if str(path) in str(error):
+            raise
+        raise type(error)(f"{where}: {error}") from error
+    except BrokenPipeError:
+        raise  # of whoever reads what is printed about the checkpoint
+    except OSError as error:
+        raise cannot("read", path, error) from error
+    except Exception as error:
+        plain = type(error) in (ValueError, RuntimeError)
+        said = str(error) if plain else f"{type(error).__name__}: {error}"
+        raise CheckpointMismatchError(f"{where}: {said}") from error
 
 
 def on_one_rank(function: Callable[[], None], collectives: Collectives, root: int = 0) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zerohvd.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from zerohvd.checkpoint.values.document import brief, parse
 
 FORMAT = "zerohvd-checkpoint"
 VERSION = 1
@@ -70,6 +71,8 @@ def shard_name(rank: int, size: int) -> str:
 
 # -- unfinished and replaced checkpoints, told by their names ------------------------------------
 
+CLAIM = ".saving"
+
 
 def partial_path(path: Path, save_id: str) -> Path:
     """Where a checkpoint lies until it is complete."""
@@ -81,13 +84,23 @@ def replaced_path(path: Path, save_id: str) -> Path:
     return path.with_name(f"{path.name}.replaced-{save_id}")
 
 
-_LEFTOVER = re.compile(r"(?P<name>.+)\.(?P<what>partial|replaced)-[0-9a-f]{16}")
+def claim_path(path: Path, save_id: str = "") -> Path:
+    """The file that says who is saving; with an id, where that of a dead job is put aside."""
+    return path.with_name(f"{path.name}{CLAIM}{'-' * bool(save_id)}{save_id}")
+
+
+_LEFTOVER = re.compile(r"(?P<name>.+)\.(?P<what>partial|replaced|saving)-(?P<id>[0-9a-f]{16})")
 
 
 def leftover(path: Path) -> tuple[str, str] | None:
-    """(name of the checkpoint, "partial" or "replaced") of what a killed save has left."""
+    """(name of the checkpoint, "partial", "replaced" or "saving") of what a killed save left."""
     found = _LEFTOVER.fullmatch(path.name)
     return (found["name"], found["what"]) if found else None
+
+
+def id_of(path: Path) -> str:
+    """The id of the save that has left `path`."""
+    return path.name.rpartition("-")[2]
 
 
 # -- safetensors -----------------------------------------------------------------------------------
@@ -133,18 +146,18 @@ def unseal(text: bytes, file: Path) -> dict[str, Any]:
     first = _FIRST_LINE.match(text)
     if first is None:
         raise CorruptCheckpointError(f"{file} is no manifest, or damaged in its first line")
-    try:
-        document = json.loads(text)
-    except ValueError:
-        document = None
     if zlib.crc32(memoryview(text)[first.end() :]) != int(first[1], 16):
         raise CorruptCheckpointError(f"{file} is damaged or truncated: its checksum does not match")
+    try:
+        document = parse(text)
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{file} cannot be read: {error}") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise CheckpointError(f"{file} is not the manifest of a {FORMAT}")
     version = document.get("version")
-    if version != VERSION:
+    if version != VERSION or isinstance(version, bool):
         raise CheckpointError(
-            f"{file} has format version {version!r}; this zerohvd reads version {VERSION}. "
+            f"{file} has format version {brief(version)}; this zerohvd reads version {VERSION}. "
             "Use the zerohvd that wrote it, or a newer one"
         )
     return document

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+import time
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -11,8 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerohvd.checkpoint import format as fmt
-from zerohvd.checkpoint.errors import CheckpointError, CorruptCheckpointError, cannot
+from zerohvd.checkpoint.errors import CheckpointError, cannot
+from zerohvd.checkpoint.values.document import LARGEST, Field, brief
 from zerohvd.layout import Span
+
+# How often, and after which pause, a checkpoint that is being replaced is looked for.
+_LOOKS = 5
+_LOOK_SECONDS = 0.02
 
 
 class Part(NamedTuple):
@@ -151,32 +158,133 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, text: bytes, file: Path) -> Manifest:
-        document = fmt.unseal(text, file)
-        try:
-            manifest = cls(
-                id=document["id"],
-                framework=document["framework"],
-                size=document["size"],
-                step=document["step"],
-                created=document["created"],
-                writer=document["writer"],
-                config=document["config"],
-                files=tuple(ShardFile(**f) for f in document["files"]),
-                tensors={
-                    key: TensorInfo(
-                        key, t["dtype"], tuple(t["shape"]), tuple(Part(*p) for p in t["parts"])
-                    )
-                    for key, t in document["tensors"].items()
-                },
-                values=document["values"],
-                state=document["state"],
-                rank_states=tuple(document["rank_states"]),
+        document = Field(fmt.unseal(text, file), file)
+        if document.value.get("chunk_bytes") != fmt.CHUNK_BYTES:
+            raise CheckpointError(
+                f"{file} has chunks of {brief(document.value.get('chunk_bytes'))} bytes"
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise CorruptCheckpointError(f"{file} lacks or misspells {error}") from error
-        if document.get("chunk_bytes") != fmt.CHUNK_BYTES:
-            raise CheckpointError(f"{file} has chunks of {document.get('chunk_bytes')} bytes")
-        return manifest
+        size = document["size"].integer(1)
+        files = tuple(_shard_file(f, size) for f in document["files"].list(size))
+        if len({f.name for f in files}) < size:
+            raise document["files"].wrong("files with different names")
+        step = document["step"]
+        return cls(
+            id=document["id"].text("[0-9a-f]{16}", "16 hex digits"),
+            framework=document["framework"].text(),
+            size=size,
+            step=None if step.value is None else step.integer(-LARGEST),
+            created=document["created"].text(),
+            writer=document["writer"].text(),
+            config=document["config"].object(),
+            files=files,
+            tensors=_tensors(document["tensors"], files),
+            values={name: of.object() for name, of in document["values"].items()},
+            state=document["state"].value,
+            rank_states=tuple(f.value for f in document["rank_states"].list(size)),
+        )
+
+
+# -- what a manifest says, checked -----------------------------------------------------------------
+
+_SUM = "[0-9a-f]{8}"
+_SUMS = re.compile("[0-9a-f]*")
+_MOST_DIMENSIONS = 64  # of numpy and torch
+
+
+def _shard_file(said: Field, size: int) -> ShardFile:
+    nbytes = said["nbytes"].integer()
+    return ShardFile(
+        # Beside the manifest: no name leads anywhere else.
+        said["name"].text("[A-Za-z0-9_][A-Za-z0-9_.-]*", "the name of a file in the same folder"),
+        said["rank"].integer(0, size - 1),
+        nbytes,
+        said["header_bytes"].integer(8, nbytes),
+        said["header_sum"].text(_SUM, "8 hex digits"),
+    )
+
+
+def _tensors(said: Field, files: Sequence[ShardFile]) -> dict[str, TensorInfo]:
+    # There may be a million parts. Sound ones are seen without a word; who is not is asked again.
+    found = {}
+    for key, value in said.object().items():
+        where = f"tensors[{key!r}]"
+        found[key] = _sound_tensor(key, value, files) or _tensor(
+            key, Field(value, said.file, where), files
+        )
+    return found
+
+
+def _sound_tensor(key: str, said: Any, files: Sequence[ShardFile]) -> TensorInfo | None:
+    """As `_tensor`, for most tensors; None: not so simple, or wrong."""
+    try:
+        dtype, shape = said["dtype"], tuple(said["shape"])
+        parts = tuple(Part(*part) for part in said["parts"])
+        width, at = fmt.itemsize(dtype), 0
+        if "/" not in key[1:] or len(shape) > _MOST_DIMENSIONS:
+            return None
+        for start, stop, file, offset, sums in parts:
+            nbytes = (stop - start) * width
+            if not (
+                type(start) is type(stop) is type(file) is type(offset) is int
+                and start == at < stop
+                and 0 <= file < len(files)
+                and files[file].header_bytes <= offset <= files[file].nbytes - nbytes
+                and len(sums) == 8 * -(-nbytes // fmt.CHUNK_BYTES)
+                and _SUMS.fullmatch(sums)
+            ):
+                return None
+            at = stop
+        if not all(type(d) is int and d > 0 for d in shape) or math.prod(shape) != at:
+            return None
+        return TensorInfo(key, dtype, shape, parts)
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _tensor(key: str, said: Field, files: Sequence[ShardFile]) -> TensorInfo:
+    if not key.partition("/")[0] or "/" not in key:
+        raise said.wrong("called <kind>/<name>")
+    dtype = said["dtype"].text("|".join(fmt.SAFETENSORS), "a dtype that can be stored")
+    shape = tuple(d.integer() for d in said["shape"].list()[: _MOST_DIMENSIONS + 1])
+    numel = math.prod(shape)
+    if len(shape) > _MOST_DIMENSIONS or numel * fmt.itemsize(dtype) > LARGEST:
+        raise said["shape"].wrong("a shape that fits into memory")
+    stop, parts = 0, []
+    for each in said["parts"].list():
+        part = _part(each, files, fmt.itemsize(dtype))
+        if part.start != stop:
+            raise each.wrong(f"the elements from {stop}: parts follow each other")
+        stop = part.stop
+        parts.append(part)
+    if stop != numel:
+        raise said["parts"].wrong(f"all {numel} elements of shape {shape}; they are {stop}")
+    return TensorInfo(key, dtype, shape, tuple(parts))
+
+
+def _part(said: Field, files: Sequence[ShardFile], itemsize: int) -> Part:
+    start, stop, file, offset, sums = said.list(5)
+    first = start.integer()
+    part = Part(
+        first, stop.integer(first), file.integer(0, len(files) - 1), offset.integer(), sums.text()
+    )
+    within, nbytes = files[part.file], (part.stop - part.start) * itemsize
+    if part.offset < within.header_bytes or part.offset + nbytes > within.nbytes:
+        raise said.wrong(f"bytes of {within.name}, behind its header and before its end")
+    if len(part.sums) != 8 * -(-nbytes // fmt.CHUNK_BYTES) or not _SUMS.fullmatch(part.sums):
+        raise sums.wrong(f"8 hex digits for every {fmt.CHUNK_BYTES} bytes")
+    return part
+
+
+def names_in(state: Any, key: str) -> dict[str, str]:
+    """What a state says of names under `key`, such as the aliases; empty where it does not."""
+    found = state.get(key) if isinstance(state, Mapping) else None
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping) or not all(
+        isinstance(name, str) and isinstance(other, str) for name, other in found.items()
+    ):
+        raise ValueError(f"state.{key} in {fmt.MANIFEST} does not map names to names")
+    return dict(found)
 
 
 def put_together(parts: Iterable[tuple[str, str, Sequence[int], Part]]) -> dict[str, TensorInfo]:
@@ -225,14 +333,23 @@ def resolve(path: Path) -> Path:
     """
     if is_complete(path) or path.exists():
         return path
-    return next((p for p in leftovers(path, "replaced") if is_complete(p)), path)
+    left = [p for p in leftovers(path, "replaced") if is_complete(p)]
+    return max(left, key=_written, default=path)
+
+
+def _written(folder: Path) -> float:
+    try:
+        return (folder / fmt.MANIFEST).stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def leftovers(path: Path, what: str) -> list[Path]:
-    """What killed saves of `path` have left behind: "partial" or "replaced" ones."""
-    if not path.parent.is_dir():
+    """What killed saves of `path` have left behind: "partial", "replaced" or "saving" ones."""
+    try:
+        return sorted(p for p in path.parent.iterdir() if fmt.leftover(p) == (path.name, what))
+    except OSError:
         return []
-    return sorted(p for p in path.parent.iterdir() if fmt.leftover(p) == (path.name, what))
 
 
 def read_manifest(path: Path) -> tuple[Path, Manifest]:
@@ -241,14 +358,19 @@ def read_manifest(path: Path) -> tuple[Path, Manifest]:
     Raises:
         CheckpointError: There is none at `path`, with the reason.
     """
-    folder = resolve(path)
-    file = folder / fmt.MANIFEST
-    try:
-        return folder, Manifest.from_bytes(file.read_bytes(), file)
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(_why_missing(path, folder)) from None
-    except OSError as error:
-        raise cannot("read", file, error) from error
+    for _ in range(_LOOKS):
+        folder = resolve(path)
+        file = folder / fmt.MANIFEST
+        try:
+            return folder, Manifest.from_bytes(file.read_bytes(), file)
+        except (FileNotFoundError, NotADirectoryError):
+            # A save may be about to replace it: the old one has gone, the new one comes.
+            if folder.exists() or not (resolve(path) != folder or leftovers(path, "partial")):
+                break
+            time.sleep(_LOOK_SECONDS)
+        except (OSError, ValueError) as error:
+            raise cannot("read", file, error) from error
+    raise CheckpointError(_why_missing(path, folder))
 
 
 def _why_missing(path: Path, folder: Path) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from zerohvd.checkpoint.entries import Want
+from zerohvd.checkpoint.errors import CheckpointMismatchError
 from zerohvd.checkpoint.manifest import TensorInfo
 from zerohvd.layout import Span
 
@@ -151,7 +152,8 @@ class Matching:
         if slot.per_rank and self.size == self.saved_size:
             for candidate in self.candidates(slot.name):
                 own = self.tensors.get(f"{OWN}/{own_name(candidate, self.rank)}")
-                if own is not None and own.shape == slot.shape:
+                if own is not None:
+                    check_shape(own, slot.name, slot.shape)
                     return own
         info = self.find(PARAM, slot.name) or self.find(BUFFER, slot.name)
         if info is None:
@@ -159,11 +161,7 @@ class Matching:
         master = self.tensors.get(f"{MASTER}/{info.name}")
         if master is not None and info.kind == PARAM and info.dtype != slot.dtype:
             info = master  # the finer of the two, where the stored parameter has another dtype
-        if info.shape != slot.shape:
-            raise ValueError(
-                f"{slot.name!r} has shape {info.shape} in the checkpoint, but {slot.shape} in the "
-                "model"
-            )
+        check_shape(info, slot.name, slot.shape)
         return info
 
     # -- the optimizer ----------------------------------------------------------------------------
@@ -171,6 +169,10 @@ class Matching:
     def states(self, name: str) -> Mapping[str, TensorInfo]:
         """Key -> stored tensor, of the optimizer's state of a parameter."""
         return self.by_name(self._states_by_name, name)
+
+    def any_state(self) -> bool:
+        """Whether an optimizer's state was stored."""
+        return bool(self._states_by_name)
 
     def by_name(self, stored: Mapping[str, Mapping[str, V]], name: str) -> Mapping[str, V]:
         """What was stored for a parameter, under whatever name; empty if nothing was."""
@@ -217,6 +219,31 @@ class Matching:
         )
         found = (next((k for k in several if k in self.tensors), None) for several in keys)
         return [self.tensors[key] for key in found if key is not None]
+
+
+def check_shape(info: TensorInfo, name: str, shape: tuple[int, ...]) -> None:
+    """Raise unless a stored tensor has the shape of the model's."""
+    if info.shape != shape:
+        raise CheckpointMismatchError(
+            f"{name!r} has shape {info.shape} in the checkpoint, but {shape} in the model "
+            f"({info.key!r})"
+        )
+
+
+def _family(dtype: str) -> str:
+    """Numbers of one family are converted into each other; others mean something else."""
+    if dtype.startswith("complex"):
+        return "complex numbers"
+    return "floats" if "float" in dtype else "whole numbers"
+
+
+def check_dtype(info: TensorInfo, dtype: str) -> None:
+    """Raise unless a stored tensor can be converted."""
+    if _family(info.dtype) != _family(dtype):
+        raise CheckpointMismatchError(
+            f"{info.key!r} holds {_family(info.dtype)} ({info.dtype}) in the checkpoint, but "
+            f"{_family(dtype)} ({dtype}) are needed here"
+        )
 
 
 def state_span(info: TensorInfo, name: str, shape: tuple[int, ...], span: Span) -> Span:
@@ -302,6 +329,13 @@ class LoadPlan:
         The caller may keep it: nobody else uses it.
         """
         adding = len(parts) != 1 or parts[0][1] != 1.0
+        for info, _ in parts:
+            check_dtype(info, dtype)
+            if span.stop > info.numel:
+                raise CheckpointMismatchError(
+                    f"{info.key!r} has {info.numel} elements in the checkpoint, but {span.stop} "
+                    "are needed"
+                )
         memory = self._staging.allocate(span.length, dtype, zeros=adding)
         for info, factor in parts:
             into = self._staging.destination(memory, info.dtype, factor if adding else None)

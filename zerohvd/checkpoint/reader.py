@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -16,10 +17,11 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from zerohvd.checkpoint import format as fmt
-from zerohvd.checkpoint import tree
 from zerohvd.checkpoint.entries import Want
-from zerohvd.checkpoint.errors import CorruptCheckpointError, cannot
+from zerohvd.checkpoint.errors import CorruptCheckpointError, cannot, reading
 from zerohvd.checkpoint.manifest import Manifest, Part, ShardFile, TensorInfo, read_manifest
+from zerohvd.checkpoint.values import tree
+from zerohvd.checkpoint.values.document import brief
 from zerohvd.layout import Span
 
 
@@ -107,6 +109,7 @@ class Reader:
             head = _read(fd, path, min(file.header_bytes, found), 0)
         if zlib.crc32(head) == int(file.header_sum, 16):
             if found == file.nbytes:
+                self._check_header(path, head)
                 return
             what = "truncated" if found < file.nbytes else "too long"
             raise CorruptCheckpointError(
@@ -124,6 +127,36 @@ class Reader:
                 f"{self.manifest.id}): files of two checkpoints have been mixed"
             )
         raise CorruptCheckpointError(f"{path} is damaged: the checksum of its header differs")
+
+    def _check_header(self, path: Path, head: bytes) -> None:
+        """Raise unless the file says the same about its tensors as the manifest."""
+        try:
+            said = json.loads(head[8 : 8 + int.from_bytes(head[:8], "little")])
+        except (ValueError, RecursionError) as error:
+            raise CorruptCheckpointError(f"{path} has no header: {error}") from error
+        for tensor, part in self._parts_in.get(path.name, ()):
+            word, count = fmt.SAFETENSORS[tensor.dtype]
+            length, begin = part.stop - part.start, part.offset - len(head)
+            expected = {
+                "dtype": word,
+                "shape": [length, count] if count > 1 else [length],
+                "data_offsets": [begin, begin + length * tensor.itemsize],
+            }
+            name = f"{tensor.key}[{part.start}:{part.stop}]"
+            if not isinstance(said, dict) or said.get(name) != expected:
+                raise CorruptCheckpointError(
+                    f"{path} does not hold {name!r} as the manifest says ({expected}); its header: "
+                    f"{brief(said.get(name)) if isinstance(said, dict) else brief(said)}"
+                )
+
+    @functools.cached_property
+    def _parts_in(self) -> dict[str, list[tuple[TensorInfo, Part]]]:
+        """By name of the file."""
+        found: dict[str, list[tuple[TensorInfo, Part]]] = {}
+        for tensor in self.tensors.values():
+            for part in tensor.parts:
+                found.setdefault(self.manifest.files[part.file].name, []).append((tensor, part))
+        return found
 
     def check_files(self) -> None:
         """Raise unless all files are what the manifest says, as far as one sees from outside."""
@@ -210,7 +243,11 @@ class Reader:
 
     def array(self, key: str) -> tuple[TensorInfo, np.ndarray[Any, np.dtype[np.uint8]]]:
         """A small tensor: what it is, and its bytes."""
-        tensor = self.tensors[key]
+        tensor = self.tensors.get(key)
+        if tensor is None:
+            raise CorruptCheckpointError(f"{self.folder}: {key!r} is referred to, but not stored")
+        for index in {part.file for part in tensor.parts}:
+            self.check_file(self.manifest.files[index])  # its size bounds what is allocated
         data = np.empty(tensor.nbytes, np.uint8)
         self.fill(Want(key, Span(0, tensor.numel), data.data))
         return tensor, data
@@ -229,13 +266,14 @@ class Reader:
             make: Makes the arrays of a framework from their bytes.
         """
 
-        def fetch(name: str, of: str) -> Any:
+        def fetch(name: Any, of: Any) -> Any:
             tensor, data = self.array(f"{kind}/{name}")
             if of == "numpy" or make is None:
                 return as_numpy(tensor, data)
             return make(tensor, data)
 
-        return tree.decode(value, fetch)
+        with reading(self.folder / fmt.MANIFEST, "state" if kind == "shared" else "rank_states"):
+            return tree.decode(value, fetch)
 
 
 def as_numpy(tensor: TensorInfo, data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -12,18 +12,22 @@ An adapter implements `Training`, and hands out a `Snapshot` or a `Target`.
 from __future__ import annotations
 
 import dataclasses
-import random
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any, NamedTuple, Protocol
 
 from zerohvd.checkpoint import writer
 from zerohvd.checkpoint.entries import Content, Entry, share_out, whole
-from zerohvd.checkpoint.errors import together
-from zerohvd.checkpoint.manifest import Manifest, TensorInfo
+from zerohvd.checkpoint.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    ReplacedCheckpointError,
+    reading,
+    together,
+)
+from zerohvd.checkpoint.format import MANIFEST
+from zerohvd.checkpoint.manifest import Manifest, TensorInfo, names_in, read_manifest
 from zerohvd.checkpoint.matching import (
     OWN,
     SHARED,
@@ -34,7 +38,8 @@ from zerohvd.checkpoint.matching import (
     own_name,
 )
 from zerohvd.checkpoint.reader import Reader, Source, open_safetensors
-from zerohvd.checkpoint.tree import Array, encode
+from zerohvd.checkpoint.values.document import brief
+from zerohvd.checkpoint.values.tree import Array, encode
 from zerohvd.communication.collectives import Collectives
 from zerohvd.communication.rendezvous import Call
 
@@ -118,8 +123,25 @@ class Target(Protocol):
     def apply(self, plan: LoadPlan, stored: Stored) -> None:
         """Let everything that was read take effect; all ranks call it."""
 
-    def restore_generators(self, stored: Mapping[str, Any]) -> None:
-        """Set the random number generators."""
+    def changes(self, stored: Stored) -> Iterable[Change]:
+        """What else takes over something that was stored, and may refuse it: schedulers, ..."""
+
+    def prepare_generators(self, stored: Mapping[str, Any]) -> Callable[[], None]:
+        """Check states of random number generators; returns what sets them, and cannot fail."""
+
+
+class Change(NamedTuple):
+    """Something that a load does to an object whose class is not ours.
+
+    Args:
+        what: For errors.
+        put: May raise; then nothing is loaded.
+        undo: As if `put` had not been called, whether it raised or not.
+    """
+
+    what: str
+    put: Callable[[], Any]
+    undo: Callable[[], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,32 +273,110 @@ def load(path: Path, training: Training, *, strict: bool = True, restore_rng: bo
         What `extra` was when it was saved.
     """
     ranks = training.meet(Call.LOAD)
-    ready: list[tuple[Target, LoadPlan, Stored]] = []
+    for left in reversed(range(_ATTEMPTS)):
+        try:
+            ready = _read(path, training, ranks, strict=strict, restore_rng=restore_rng)
+            break
+        except ReplacedCheckpointError:  # on all ranks
+            if not left:
+                raise
+    _take(path, ready, ranks)
+    ready.target.apply(ready.plan, ready.stored)
+    ready.set_generators()
+    return ready.stored.state.get("extra")
+
+
+# A job that saves under the name that another one loads does so once in a while.
+_ATTEMPTS = 3
+
+
+class _Ready(NamedTuple):
+    """All that a load is going to do on this rank, read and checked."""
+
+    target: Target
+    plan: LoadPlan
+    stored: Stored
+    set_generators: Callable[[], None]
+
+
+def _read(
+    path: Path, training: Training, ranks: Collectives, *, strict: bool, restore_rng: bool
+) -> _Ready:
+    """Read and check everything; nothing has been changed when it raises, on all ranks."""
+    ready: list[_Ready] = []
 
     def read() -> str:
-        target = training.target()
-        source, complete = _open(path, target.openers())
-        stored = _stored(source, complete, training, ranks)
-        plan = LoadPlan(_matching(source, stored, target, ranks), target.staging)
-        if strict:
-            plan.matching.check_names()
-        target.plan(plan, stored, strict=strict)
-        source.read(plan.wants, ranks.rank, ranks.size)
-        ready.append((target, plan, stored))
-        return source.manifest.id
+        with reading(path):
+            target = training.target()
+            source, complete = _open(path, target.openers())
+            try:
+                ready.append(_plan(source, complete, target, training, ranks, strict=strict))
+                source.read(ready[0].plan.wants, ranks.rank, ranks.size)
+            except CheckpointError as error:
+                _refuse_replaced(path, source.manifest, error)
+                raise
+            if restore_rng and "rng" in ready[0].stored.own:
+                act = target.prepare_generators(ready[0].stored.own["rng"])
+                ready[0] = ready[0]._replace(set_generators=act)
+            return source.manifest.id
 
     _, ids = together(ranks, "read", read)
     # Every rank sees the same ids, so all of them take the same branch.
     if len(set(ids)) > 1:
-        raise ValueError(
+        raise ReplacedCheckpointError(
             f"the ranks found different checkpoints at {path}: it must lie on a file system that "
             "all ranks share, and not be replaced while it is being loaded"
         )
-    target, plan, stored = ready[0]
-    target.apply(plan, stored)
-    if restore_rng and "rng" in stored.own:
-        target.restore_generators(stored.own["rng"])
-    return stored.state.get("extra")
+    return ready[0]
+
+
+def _plan(
+    source: Source,
+    complete: bool,
+    target: Target,
+    training: Training,
+    ranks: Collectives,
+    *,
+    strict: bool,
+) -> _Ready:
+    stored = _stored(source, complete, training, ranks)
+    plan = LoadPlan(_matching(source, stored, target, ranks), target.staging)
+    if strict:
+        plan.matching.check_names()
+    target.plan(plan, stored, strict=strict)
+    return _Ready(target, plan, stored, lambda: None)
+
+
+def _refuse_replaced(path: Path, manifest: Manifest, error: CheckpointError) -> None:
+    """Say so if what went wrong is that another save has replaced the checkpoint meanwhile."""
+    try:
+        now = read_manifest(path)[1].id if manifest.id else ""
+    except CheckpointError:
+        return
+    if now != manifest.id:
+        raise ReplacedCheckpointError(
+            f"{path} was replaced by another save while it was being loaded: load it again"
+        ) from error
+
+
+def _take(path: Path, ready: _Ready, ranks: Collectives) -> None:
+    """Let objects that may refuse what was stored take it; if one does, none has, on any rank."""
+    done: list[Change] = []
+
+    def act() -> None:
+        with reading(path):
+            changes = list(ready.target.changes(ready.stored))
+        for change in changes:
+            done.append(change)
+            with reading(path, change.what):
+                change.put()
+
+    try:
+        together(ranks, "take", act)
+    except BaseException:
+        for change in reversed(done):
+            change.undo()
+        raise
 
 
 def _open(
@@ -304,10 +404,15 @@ def _stored(source: Source, complete: bool, training: Training, ranks: Collectiv
             f"the checkpoint was saved by {manifest.framework}, not by {training.framework}. "
             "`zerohvd checkpoint consolidate` makes plain weights of it"
         )
-    own: dict[str, Any] = {}
+    own: Any = {}
     if len(manifest.rank_states) == ranks.size:
         own = source.decode(manifest.rank_states[ranks.rank], OWN, training.from_array)
     state = source.decode(manifest.state, SHARED, training.from_array)
+    for what, value in (("state", state), ("rank_states", own)):
+        if not isinstance(value, Mapping):
+            raise CorruptCheckpointError(
+                f"{source.folder / MANIFEST}: {what} should be an object, not {brief(value)}"
+            )
     return Stored(manifest, True, state, own)
 
 
@@ -315,27 +420,8 @@ def _matching(source: Source, stored: Stored, target: Target, ranks: Collectives
     return Matching(
         source.tensors,
         target.names(stored),
-        aliases=stored.state.get("aliases", {}),
+        aliases=names_in(stored.state, "aliases"),
         rank=ranks.rank,
         size=ranks.size,
         saved_size=stored.manifest.size if stored.complete else 0,
     )
-
-
-# -- random number generators ----------------------------------------------------------------------
-
-
-def generators() -> dict[str, Any]:
-    """The states of Python's and numpy's random number generators."""
-    version, internal, gauss = random.getstate()
-    return {
-        "python": [version, np.array(internal, np.uint64), gauss],
-        "numpy": list(np.random.get_state()),
-    }
-
-
-def restore_generators(stored: Mapping[str, Any]) -> None:
-    """Go on where `generators` was called."""
-    version, internal, gauss = stored["python"]
-    random.setstate((version, tuple(int(i) for i in internal), gauss))
-    np.random.set_state(tuple(stored["numpy"]))

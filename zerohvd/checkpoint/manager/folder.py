@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import shutil
 import sys
 import threading
 import time
@@ -135,7 +134,7 @@ class CheckpointFolder:
         copies: list[Content] = []
         try:
             together(collectives, "copy", lambda: copies.append(plan.make(said).copied()))
-        except Exception:
+        except BaseException:
             draft.discard()
             raise
         self._under_way = _Write(draft, copies[0])
@@ -167,7 +166,7 @@ class CheckpointFolder:
             spared = {*list(found.values())[-self.policy.keep :], self.best()}
             for path in found.values():
                 if path not in spared:
-                    _remove(path)
+                    writer.remove(path)
 
     def clean(self) -> None:
         """Remove what killed saves have left; for the first rank, before the first save."""
@@ -178,17 +177,7 @@ class CheckpointFolder:
             whole = left is not None and is_complete(self.folder / left[0])
             if left and (left[1] == "partial" or whole) and _NAME.fullmatch(left[0]):
                 writer.remove_leftover(path)
-
-
-def _remove(path: Path) -> None:
-    """A checkpoint without a manifest is none: killed half-way, the rest is known as unfinished."""
-    gone = fmt.partial_path(path, "0" * 16)
-    shutil.rmtree(gone, ignore_errors=True)
-    try:
-        path.rename(gone)
-    except OSError:
-        return  # somebody else has removed it
-    shutil.rmtree(gone, ignore_errors=True)
+            writer.remove_dead_claim(path)
 
 
 class _Write:

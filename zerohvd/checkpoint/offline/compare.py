@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from zerohvd.checkpoint import format as fmt
 from zerohvd.checkpoint.entries import Want
+from zerohvd.checkpoint.errors import reading
 from zerohvd.checkpoint.manifest import TensorInfo
 from zerohvd.checkpoint.reader import Reader
 from zerohvd.layout import Span
@@ -33,6 +34,13 @@ def differences(
     """
     for reader in (a, b):
         reader.check_files()
+    with reading(a.folder, f"compared with {b.folder}"):
+        yield from _differences(a, b, each)
+
+
+def _differences(
+    a: Reader, b: Reader, each: Callable[[int], None]
+) -> Iterator[Difference]:
     for field in ("framework", "step", "values"):
         ours, theirs = getattr(a.manifest, field), getattr(b.manifest, field)
         if ours != theirs:

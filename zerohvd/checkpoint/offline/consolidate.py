@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from zerohvd.checkpoint import format as fmt
-from zerohvd.checkpoint.errors import CheckpointError, cannot
-from zerohvd.checkpoint.manifest import TensorInfo
+from zerohvd.checkpoint.errors import CheckpointError, cannot, reading
+from zerohvd.checkpoint.manifest import TensorInfo, names_in
 from zerohvd.checkpoint.offline.weights_h5 import open_h5py
 from zerohvd.checkpoint.reader import Reader
 
@@ -24,6 +24,7 @@ Each = Callable[[int], None]
 # may have the same tensor.
 Blocks = Callable[[TensorInfo], Iterator[memoryview]]
 WriteWeights = Callable[[Path, Mapping[str, TensorInfo], Blocks], None]
+Writer = Callable[[Path, Reader, dict[str, TensorInfo], Each], None]
 SUFFIXES = (".safetensors", ".weights.h5")
 
 
@@ -66,7 +67,7 @@ def consolidate(
     draft = out.with_name(f"{out.name}.partial-{secrets.token_hex(8)}")
     try:
         with _removed_on_error(draft):
-            write(draft, reader, found, each)
+            _write(write, draft, reader, found, each)
             with draft.open("rb") as file:
                 os.fsync(file.fileno())
             os.replace(draft, out)
@@ -74,9 +75,23 @@ def consolidate(
         raise cannot("write", out, error) from error
 
 
+def _write(
+    write: Writer, draft: Path, reader: Reader, found: dict[str, TensorInfo], each: Each
+) -> None:
+    """Errors of the file that is written stay what they are; all others name the checkpoint."""
+    failed: list[OSError] = []
+    with reading(reader.folder):
+        try:
+            write(draft, reader, found, each)
+        except OSError as error:
+            failed.append(error)
+    if failed:
+        raise failed[0]
+
+
 def _writer(
     out: Path, others: Mapping[str, WriteWeights]
-) -> Callable[[Path, Reader, dict[str, TensorInfo], Each], None]:
+) -> Writer:
     if out.name.endswith(".safetensors"):
         return _write_safetensors
     if out.name.endswith(".weights.h5"):
@@ -89,9 +104,9 @@ def _writer(
 
 def _with_aliases(
     write: WriteWeights,
-) -> Callable[[Path, Reader, dict[str, TensorInfo], Each], None]:
+) -> Writer:
     def adapted(path: Path, reader: Reader, found: dict[str, TensorInfo], each: Each) -> None:
-        aliases = (reader.manifest.state or {}).get("aliases", {})
+        aliases = names_in(reader.manifest.state, "aliases")
         named = {**found, **{alias: found[n] for alias, n in aliases.items() if n in found}}
         write(path, named, lambda info: blocks(reader, info, each))
 
@@ -120,9 +135,10 @@ def _write_safetensors(
     ordered = sorted(found.items(), key=lambda item: -item[1].itemsize)
     # "pt" and "tf" are what libraries of models look for.
     about = {"format": "tf" if reader.manifest.framework == "keras" else "pt"}
-    state = reader.manifest.state or {}
-    if "weights_h5" in state:
-        about[fmt.ABOUT] = json.dumps({k: state[k] for k in ("weights_h5", "unplaced")})
+    places = names_in(reader.manifest.state, "weights_h5")
+    if places:
+        unplaced = list(reader.manifest.state.get("unplaced", []))
+        about[fmt.ABOUT] = json.dumps({"weights_h5": places, "unplaced": unplaced})
     with path.open("wb") as file:
         file.write(fmt.header([(name, t.dtype, t.shape) for name, t in ordered], about))
         for _, info in ordered:
@@ -131,8 +147,8 @@ def _write_safetensors(
 
 
 def _write_keras(path: Path, reader: Reader, found: Mapping[str, TensorInfo], each: Each) -> None:
-    places: dict[str, str] | None = (reader.manifest.state or {}).get("weights_h5")
-    if places is None:
+    places = names_in(reader.manifest.state, "weights_h5")
+    if not places:
         raise CheckpointError(
             "only a checkpoint that zerohvd.keras has saved knows where Keras looks for a weight "
             "in a .weights.h5 file: write a .safetensors file"
@@ -140,6 +156,8 @@ def _write_keras(path: Path, reader: Reader, found: Mapping[str, TensorInfo], ea
     h5py = open_h5py()
     with h5py.File(path, "w") as file:
         for name, place in places.items():
+            if name not in found:
+                raise ValueError(f"state.weights_h5 names {name!r}, which is not stored")
             info = found[name]
             data = np.empty(info.nbytes, np.uint8)
             at = 0

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from zerohvd.checkpoint import CheckpointError, Manifest, Reader
+from zerohvd.checkpoint.errors import reading
 from zerohvd.checkpoint.offline.compare import differences
 from zerohvd.checkpoint.offline.consolidate import SUFFIXES, WriteWeights, consolidate, weights
 from zerohvd.tools.adapters import AdapterNotFoundError, load_adapter
@@ -90,7 +91,11 @@ def _guarded(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Nam
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    manifest = Reader.open(args.dir).manifest
+    with reading(args.dir):
+        return _show(Reader.open(args.dir).manifest, args)
+
+
+def _show(manifest: Manifest, args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_facts(manifest), indent=1))
         return 0

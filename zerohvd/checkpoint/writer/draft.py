@@ -1,7 +1,7 @@
 """Writing a checkpoint: shards by all ranks, then the manifest, then one rename.
 
 Until that rename the folder is called `<name>.partial-<id>`, and a checkpoint of the same name
-stays where it is. A process may be killed at any moment.
+stays where it is. A process may be killed at any moment, and another job may want the same name.
 """
 
 from __future__ import annotations
@@ -9,22 +9,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import errno
 import json
 import math
 import os
-import queue
 import secrets
 import shutil
-import threading
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from zerohvd._version import __version__
 from zerohvd.checkpoint import format as fmt
-from zerohvd.checkpoint.entries import Content, Entry
+from zerohvd.checkpoint.entries import Content
 from zerohvd.checkpoint.errors import CheckpointError, cannot, together
 from zerohvd.checkpoint.manifest import (
     Manifest,
@@ -34,18 +32,13 @@ from zerohvd.checkpoint.manifest import (
     leftovers,
     put_together,
 )
+from zerohvd.checkpoint.writer.claim import Claim, may_live
+from zerohvd.checkpoint.writer.shard import write_shard
 from zerohvd.communication.collectives import Collectives
 
-# Write-back is started after so many bytes, while more is being prepared.
-_FLUSH_BYTES = 4 << 20
-_BLOCK_BYTES = 4 << 20
 # How long the first rank waits for the files of others to show up, on file systems that take
 # their time to show one machine what another has written.
 _VISIBLE_SECONDS = 30.0
-
-
-# Ids of the saves of this process: what they have written so far is no leftover of a killed one.
-under_way: set[str] = set()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,47 +66,62 @@ def save(path: Path, collectives: Collectives, plan: SavePlan) -> None:
     try:
         together(collectives, "write", lambda: draft.write(plan.make(said)))
         together(collectives, "publish", draft.publish)
-    except Exception:
+    except BaseException:  # an interrupt, too: the next save of this process must find no claim
         draft.discard()
         raise
 
 
 def begin(path: Path, collectives: Collectives, plan: SavePlan) -> tuple[Draft, list[Any]]:
     """Agree on a new checkpoint; returns what all ranks had to say for their plans."""
-    own: list[str] = []
+    if path.is_symlink():
+        path = Path(os.path.realpath(path))  # what it points to is replaced, as by open()
+    own: list[Claim] = []
 
     def act() -> dict[str, Any]:
         said = plan.look()
         if collectives.rank == 0:
             own.append(_make_folder(path))
-        return {"id": own[0] if own else None, "path": str(path), "said": said}
+        return {"id": own[0].id if own else None, "path": str(path), "said": said}
 
     try:
         _, everyone = together(collectives, "begin", act)
-    except Exception:
-        for save_id in own:  # this rank was ready, but another was not
-            shutil.rmtree(fmt.partial_path(path, save_id), ignore_errors=True)
+    except BaseException:
+        for claim in own:  # this rank was ready, but another was not
+            shutil.rmtree(fmt.partial_path(path, claim.id), ignore_errors=True)
+            claim.release()
         raise
     first = everyone[0]
-    draft = Draft(path, first["id"], collectives.rank, collectives.size, first["path"])
-    if draft.rank == 0:  # who removes leftovers
-        under_way.add(draft.id)
+    mine = own[0] if own else None
+    draft = Draft(path, first["id"], collectives.rank, collectives.size, first["path"], mine)
     return draft, [one["said"] for one in everyone]
 
 
-def _make_folder(path: Path) -> str:
+def _make_folder(path: Path) -> Claim:
+    """Claim the checkpoint, and make the folder it is written to."""
+    save_id = secrets.token_hex(8)
+    folder = fmt.partial_path(path, save_id)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _check_free(path)
+        claim = Claim.take(path, save_id)
+        try:
+            folder.mkdir()
+        except OSError:
+            claim.release()
+            raise
+    except FileExistsError:
+        raise cannot("make", folder, OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))) from None
+    except (OSError, ValueError) as error:  # the latter: no file system has such names
+        raise cannot("make", folder, error) from error
+    return claim
+
+
+def _check_free(path: Path) -> None:
     if path.exists() and not is_complete(path) and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(
             f"{path} exists and is not a checkpoint: it will not be overwritten. "
             "Choose another name, or remove it"
         )
-    save_id = secrets.token_hex(8)
-    folder = fmt.partial_path(path, save_id)
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise cannot("make", folder, error) from error
-    return save_id
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +133,7 @@ class Draft:
         id: Of this save.
         rank, size: This rank, and how many there are.
         agreed: What the first rank, which has made the folder, calls `path`.
+        claim: On the first rank, the right to write there.
     """
 
     path: Path
@@ -132,6 +141,7 @@ class Draft:
     rank: int
     size: int
     agreed: str
+    claim: Claim | None = None
 
     @property
     def folder(self) -> Path:
@@ -196,6 +206,9 @@ class Draft:
             with contextlib.suppress(FileNotFoundError):
                 fragment: dict[str, Any] = json.loads(file.read_bytes())
                 return fragment
+            if self.claim is not None and not self.folder.exists():
+                self.claim.check()  # says who has removed it, if anybody has
+                raise CheckpointError(f"{self.folder} was removed while it was being written")
             if stop() or time.monotonic() > deadline:
                 raise CheckpointError(
                     f"rank 0 does not see {file}, which rank {rank} has written: the path of a "
@@ -230,147 +243,59 @@ class Draft:
 
     def _move_in(self) -> None:
         """From here on it is the checkpoint `path`; the old one is loadable until then."""
+        assert self.claim is not None
+        self.claim.check()
         old = fmt.replaced_path(self.path, self.id)
-        if is_complete(self.path):
+        replaces = is_complete(self.path)
+        if replaces:
+            for left in leftovers(self.path, "replaced"):
+                remove(left)  # older than the one that is there, and must not outlive it
             os.rename(self.path, old)
-        os.rename(self.folder, self.path)
+        try:
+            os.rename(self.folder, self.path)
+        except OSError:
+            if replaces:
+                with contextlib.suppress(OSError):  # unless another job has put one there
+                    os.rename(old, self.path)
+            raise
         _sync_folder(self.path.parent)
-        under_way.discard(self.id)
-        for what in ("replaced", "partial"):
+        # While this job has the claim, whatever else is there belongs to nobody who lives.
+        for what in ("replaced", "partial", "saving"):
             for left in leftovers(self.path, what):
-                remove_leftover(left)
+                remove(left)
+        self.claim.release()
 
     def discard(self) -> None:
         """Remove what has been written; the folder's name says that it is unfinished anyway."""
-        under_way.discard(self.id)
-        if self.rank == 0:
+        if self.claim is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
+            self.claim.release()
 
 
 def remove_leftover(path: Path) -> None:
-    """Remove what a killed save has left, unless that save is alive and this process'."""
-    if path.name.rpartition("-")[2] not in under_way:
-        shutil.rmtree(path, ignore_errors=True)
+    """Remove what a killed save has left, unless that save is alive."""
+    left = fmt.leftover(path)
+    if left is None or not may_live(path.with_name(left[0]), fmt.id_of(path)):
+        remove(path)
 
 
-def write_shard(
-    path: Path, entries: Sequence[Entry], save_id: str, rank: int
-) -> tuple[ShardFile, list[list[Any]]]:
-    """Write `entries` as a safetensors file, straight from their memory.
+def remove(path: Path) -> None:
+    """Remove a checkpoint, finished or not, by a name first that says it is none.
 
-    Returns:
-        The file, and per entry [key, dtype, shape, start, stop, offset, sums].
+    Killed half-way, the rest is known as unfinished; and a save that was taken for dead finds its
+    folder gone, whole, in place of being published without some of its files.
     """
-    # Wide elements first: all are then aligned to their own size.
-    ordered = sorted(entries, key=lambda e: -fmt.itemsize(e.dtype))
-    head = fmt.header(
-        [
-            (f"{e.key}[{e.span.start}:{e.span.stop}]", e.dtype, [e.span.length])
-            for e in ordered
-        ],
-        {"format": fmt.FORMAT, "version": str(fmt.VERSION), "id": save_id, "rank": str(rank)},
-    )
-    parts: list[list[Any]] = []
-    with _Checksums() as sums:
-        with _Sink(path) as sink:
-            sink.write(memoryview(head))
-            for e in ordered:
-                data = e.read()
-                sums.add(data)
-                parts.append([e.key, e.dtype, list(e.shape), *e.span, sink.at])
-                sink.write(data)
-                if callable(e.data):
-                    sums.wait()  # its bytes are a copy: hold one of them at a time
-            total = sink.at
-        for part, found in zip(parts, sums.wait(), strict=True):
-            part.append(found)
-    return ShardFile(path.name, rank, total, len(head), f"{zlib.crc32(head):08x}"), parts
-
-
-class _Checksums:
-    """Checksums of data, in a thread: a processor that waits for the disk has the time."""
-
-    def __init__(self) -> None:
-        self._found: list[str] = []
-        self._asked = 0
-        self._waiting: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = threading.Thread(
-            target=self._run, name="zerohvd checksums", daemon=True
-        )
-
-    def __enter__(self) -> _Checksums:
-        try:
-            assert self._thread is not None
-            self._thread.start()
-        except RuntimeError:
-            self._thread = None  # Python is about to end, and starts no more threads
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        if self._thread is not None:
-            self._waiting.put(None)
-            self._thread.join()
-
-    def _run(self) -> None:
-        while (data := self._waiting.get()) is not None:
-            self._done.put(_checksums(data))
-
-    def add(self, data: memoryview) -> None:
-        self._asked += 1
-        if self._thread is None:
-            self._done.put(_checksums(data))
-        else:
-            self._waiting.put(data)
-
-    def wait(self) -> list[str]:
-        """Of everything that was added, in order."""
-        while len(self._found) < self._asked:
-            self._found.append(self._done.get())
-        return self._found
-
-
-def _checksums(data: memoryview) -> str:
-    """Eight hex digits per chunk."""
-    starts = range(0, len(data), fmt.CHUNK_BYTES)
-    return "".join(f"{zlib.crc32(data[i : i + fmt.CHUNK_BYTES]):08x}" for i in starts)
-
-
-class _Sink:
-    """A new file, written front to back, on the disk itself when it is closed."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.at, self._flushed = path, 0, 0
-
-    def __enter__(self) -> _Sink:
-        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        return self
-
-    def __exit__(self, failed: Any, *_: Any) -> None:
-        try:
-            if failed is None:
-                os.fsync(self._fd)
-        finally:
-            os.close(self._fd)
-
-    def write(self, data: memoryview) -> None:
-        while data:
-            count = os.write(self._fd, data[:_BLOCK_BYTES])
-            data = data[count:]
-            self.at += count
-            if self.at - self._flushed >= _FLUSH_BYTES:
-                _start_flush(self._fd, self._flushed, self.at - self._flushed)
-                self._flushed = self.at
-
-
-def _start_flush(fd: int, start: int, length: int) -> None:
-    """Start write-back of a range; the kernel would leave most of it to fsync.
-
-    Linux starts it for dirty pages that are said to be needed no more, and drops clean ones. Only
-    a hint: errors of the disk show at fsync.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        os.posix_fadvise(fd, start, length, os.POSIX_FADV_DONTNEED)
+    left = fmt.leftover(path)
+    name = path.name if left is None else left[0]
+    gone = fmt.partial_path(path.with_name(name), secrets.token_hex(8))
+    try:
+        os.rename(path, gone)
+    except OSError:
+        return  # somebody else has removed it
+    if gone.is_dir():
+        shutil.rmtree(gone, ignore_errors=True)
+    else:
+        gone.unlink(missing_ok=True)
 
 
 def _write(path: Path, data: bytes, *, durably: bool) -> None:

@@ -119,7 +119,7 @@ def _encode_mapping(
     return {tag: [[encode(k, f"{prefix}.key", arrays), inside(v, k)] for k, v in value.items()]}
 
 
-def decode(value: Any, fetch: Callable[[str, str], Any]) -> Any:
+def decode(value: Any, fetch: Callable[[Any, Any], Any]) -> Any:
     """What `encode` was given.
 
     Args:
@@ -139,12 +139,24 @@ def decode(value: Any, fetch: Callable[[str, str], Any]) -> Any:
         return {k: inner(v) for k, v in value.items()}
     held = value[tag]
     if tag == "!array":
-        return fetch(held, value["of"])
+        return fetch(held, value.get("of"))
     if tag not in _DECODERS:
         raise ValueError(f"a value is tagged {tag!r}, which this version does not know")
+    if len(value) > 1 or not isinstance(held, str if tag in _TEXTS else list):
+        raise ValueError(f"a value is tagged {tag!r}, but does not look like one")
     return _DECODERS[tag](held, inner)
 
 
+def _scalar(held: list[Any], inner: Callable[[Any], Any]) -> Any:
+    name, value = held
+    dtype = np.dtype(str(name))
+    if dtype.hasobject or dtype.itemsize > _LARGEST_SCALAR:
+        raise ValueError(f"a number has the dtype {name!r}")
+    return dtype.type(inner(value))
+
+
+_LARGEST_SCALAR = 32  # bytes: complex256
+_TEXTS = ("!float", "!bytes")
 _DECODERS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
     "!tuple": lambda held, inner: tuple(inner(v) for v in held),
     "!set": lambda held, inner: {inner(v) for v in held},
@@ -152,7 +164,7 @@ _DECODERS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
     "!items": lambda held, inner: {inner(k): inner(v) for k, v in held},
     "!counter": lambda held, inner: Counter({inner(k): inner(v) for k, v in held}),
     "!float": lambda held, inner: float(held),
-    "!bytes": lambda held, inner: base64.b64decode(held),
+    "!bytes": lambda held, inner: base64.b64decode(held, validate=True),
     "!complex": lambda held, inner: complex(*(inner(v) for v in held)),
-    "!scalar": lambda held, inner: np.dtype(held[0]).type(inner(held[1])),
+    "!scalar": _scalar,
 }
