@@ -139,46 +139,56 @@ def timed_out(rank: int, members: Sequence[int], what: str, waited: float) -> Wa
         what: What it has waited for, in the user's words.
         waited: Seconds.
     """
-    others = [m for m in members if m != rank]
-    where = f" in {_during.get()}" if _during.get() else ""
-    if len(others) == 1:
-        who, missing = f"rank {others[0]}", f"Rank {others[0]} is missing. Look at its output: it"
-    else:
-        who = "other ranks"
-        missing = (
-            "Horovod's warning in the output of rank 0 ('Missing ranks:') names those that are "
-            "missing. Look at their output: they"
-        )
-    plural = len(others) != 1
+    who = _others(rank, members)
+    known = "" if len(members) == 2 else f"{_NAMED}. "
     return WaitTimeoutError(
-        f"rank {rank} has waited {waited:.0f} s for {who}{where}: {what}. {missing} "
-        f"{'have' if plural else 'has'} failed, or made another call. {_advice()}"
+        f"rank {rank} has waited {waited:.0f} s for {who}{_where()}: {what}. {known}See the output "
+        f"of {who}, which may have failed, or made another call. {_ADVICE}"
     )
 
 
-def ended(rank: int, what: str) -> WaitTimeoutError:
-    """The error of `rank` in whose collective Horovod has been shut down: for all ranks, at once.
+def explain(
+    error: Exception, rank: int, members: Sequence[int], what: str
+) -> WaitTimeoutError | None:
+    """What an error of Horovod's means for `rank`; None if it is about something else.
 
     Args:
-        what: The collective, in the user's words.
+        what: The collective that has failed, in the user's words.
     """
-    where = f" in {_during.get()}" if _during.get() else ""
+    vain = f"rank {rank} waits in vain{_where()}: {what}"
+    if _IN_FLIGHT in str(error):
+        return WaitTimeoutError(
+            f"{vain}. It still waits in the same collective from an earlier call that has failed: "
+            "ranks that did not come then cannot be met now. End the job, and start it again from "
+            "a checkpoint"
+        )
+    if not is_shut_down(error):
+        return None
+    who = _others(rank, members)
+    limit = os.environ.get(_SHUTDOWN, "0")
+    late = f", or did not come within {limit} s. {_NAMED}" if limit.strip("0") else ""
     return WaitTimeoutError(
-        f"rank {rank} waits in vain{where}: {what}. Horovod was shut down, because another rank "
-        f"has ended, or did not come within {seconds():g} s: then Horovod's message in the output "
-        "of rank 0 ('Missing ranks:') names the missing ones. Look at the output of the other "
-        f"ranks: one has failed, has ended earlier, or made another call. {_advice()}"
+        f"{vain}. Horovod was shut down, because {who} ended{late}. See the output of {who}. "
+        f"{_ADVICE}"
     )
 
 
-def _advice() -> str:
-    return (
-        "All ranks have to make the same calls equally often: backward passes and step(), "
-        "model.fit(), state_dict(), zero.save(), zero.load(). If a rank is only slow, as in a long "
-        f"evaluation, set {VARIABLE} to more seconds"
-    )
+def _where() -> str:
+    return f" in {_during.get()}" if _during.get() else ""
 
 
+def _others(rank: int, members: Sequence[int]) -> str:
+    others = [f"rank {m}" for m in members if m != rank]
+    return others[0] if len(others) == 1 else "other ranks"
+
+
+_NAMED = "Those missing are named by Horovod in the output of rank 0 ('Missing ranks:')"
+_ADVICE = (
+    "All ranks have to make the same calls equally often: backward passes and step(), model.fit(), "
+    "state_dict(), zero.save(), zero.load(). If a rank is only slow, as in a long evaluation, set "
+    f"{VARIABLE} to more seconds"
+)
+_IN_FLIGHT = "with the same name as another tensor that is currently being processed"
 _SHUT_DOWN = "Horovod has been shut down"
 
 
@@ -195,6 +205,12 @@ def is_shut_down(error: BaseException) -> bool:
 _CHECK = "HOROVOD_STALL_CHECK_TIME_SECONDS"
 _SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 _HOROVODS_CHECK = 60
+
+
+TOO_LATE = (
+    "Horovod was initialised before {} was imported, and waits without a limit for ranks that have "
+    f"failed: import it before hvd.init(), or set {_SHUTDOWN} for the whole job"
+)
 
 
 def name_missing_ranks(environ: MutableMapping[str, str]) -> None:

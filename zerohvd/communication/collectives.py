@@ -423,9 +423,11 @@ class HorovodCollectives(Collectives):
         try:
             yield
         except Exception as error:
-            if not limits.is_shut_down(error):
+            me, what = self.members[self.rank], limits.in_words(name)
+            explanation = limits.explain(error, me, self.members, what)
+            if explanation is None:
                 raise
-            raise limits.ended(self.members[self.rank], limits.in_words(name)) from error
+            raise explanation from error
 
     def _is_bf16(self, x: Any) -> bool:
         return self._arrays.dtype_name(x) == "bfloat16"

@@ -128,7 +128,8 @@ class Waiting:
                 self._ask(None)
             assert self._question is not None
             if not self._poll([self._question.handle], deadline):
-                raise self._complaint(None)
+                with limits.during("a forward or backward pass"):
+                    raise self._complaint(None)
             through = self._answer(None, deadline)
 
     def even_out(self) -> None:
