@@ -84,10 +84,10 @@ class Deadline:
         return self.waited > self.limit
 
 
-def wait(done: Callable[[], bool], late: Callable[[float], Exception]) -> None:
-    """Return when `done()`; after `seconds()` of waiting, raise what `late(waited)` returns."""
+def wait(done: Callable[[], bool], late: Callable[[float], Exception]) -> float:
+    """Return the seconds until `done()`; after `seconds()` of them, raise `late(waited)`."""
     if done():
-        return
+        return 0.0
     deadline = Deadline()
     while not done():
         if deadline.passed():
@@ -97,6 +97,7 @@ def wait(done: Callable[[], bool], late: Callable[[float], Exception]) -> None:
         else:
             slowly = deadline.waited > _SLOWLY_AFTER
             time.sleep(_POLL_SLOWLY_SECONDS if slowly else _POLL_SECONDS)
+    return deadline.waited
 
 
 # -- what is said ---------------------------------------------------------------------------------
@@ -148,14 +149,16 @@ def timed_out(rank: int, members: Sequence[int], what: str, waited: float) -> Wa
 
 
 def explain(
-    error: Exception, rank: int, members: Sequence[int], what: str
+    error: Exception, rank: int, members: Sequence[int], what: str, waited: float | None = None
 ) -> WaitTimeoutError | None:
     """What an error of Horovod's means for `rank`; None if it is about something else.
 
     Args:
         what: The collective that has failed, in the user's words.
+        waited: Seconds, if somebody has counted them.
     """
-    vain = f"rank {rank} waits in vain{_where()}: {what}"
+    waits = "waits" if waited is None else f"has waited {waited:.0f} s"
+    vain = f"rank {rank} {waits} in vain{_where()}: {what}"
     if _IN_FLIGHT in str(error):
         return WaitTimeoutError(
             f"{vain}. It still waits in the same collective from an earlier call that has failed: "

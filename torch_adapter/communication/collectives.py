@@ -33,8 +33,8 @@ class _HorovodHandle:
 
     def wait(self) -> Any:
         """Return what the collective gives; Horovod itself would wait without a limit."""
-        limits.wait(self.done, self._late)
-        with self._collectives.explained(self._name):
+        waited = limits.wait(self.done, self._late)
+        with self._collectives.explained(self._name, waited):
             result = mpi_ops.synchronize(self._handle)
         self._alive = ()
         return result

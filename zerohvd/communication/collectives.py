@@ -418,13 +418,13 @@ class HorovodCollectives(Collectives):
             return getattr(self._hvd, kind)(x, name=name, process_set=self._set, **how)
 
     @contextlib.contextmanager
-    def explained(self, name: str) -> Iterator[None]:
+    def explained(self, name: str, waited: float | None = None) -> Iterator[None]:
         """Inside, the end of Horovod in the collective of this name is an error that says why."""
         try:
             yield
         except Exception as error:
             me, what = self.members[self.rank], limits.in_words(name)
-            explanation = limits.explain(error, me, self.members, what)
+            explanation = limits.explain(error, me, self.members, what, waited)
             if explanation is None:
                 raise
             raise explanation from error
