@@ -185,13 +185,14 @@ def test_imports_in_the_core_run_one_way():
     [
         ("zerohvd.config", set()),
         ("zerohvd.errors", set()),
+        ("zerohvd.limits", {"zerohvd.errors"}),
         ("zerohvd.numerics", set()),
         ("zerohvd.communication.log", {"zerohvd.config"}),
         ("zerohvd.layout", {"zerohvd.config"}),
         ("zerohvd.schedule", {"zerohvd.layout"}),
         ("zerohvd.relayout", {"zerohvd.layout"}),
         ("zerohvd.memory", {"zerohvd.config", "zerohvd.layout", "zerohvd.numerics"}),
-        ("zerohvd.communication.collectives", {"zerohvd.communication.log", "zerohvd.errors"}),
+        ("zerohvd.communication.collectives", {"zerohvd.communication.log", "zerohvd.limits"}),
     ],
 )
 def test_the_foundations_stand_on_little(module, may_import):

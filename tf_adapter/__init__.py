@@ -12,7 +12,12 @@ require_keras()
 allow_single_process(os.environ)
 
 from zerohvd.checkpoint import CheckpointError, CorruptCheckpointError  # noqa: E402
-from zerohvd.errors import DisagreementError, ShardedStateError, ZeroError  # noqa: E402
+from zerohvd.errors import (  # noqa: E402
+    DisagreementError,
+    ShardedStateError,
+    WaitTimeoutError,
+    ZeroError,
+)
 from zerohvd.keras import callbacks  # noqa: E402
 from zerohvd.keras.checkpoint.api import CheckpointManager, load, save  # noqa: E402
 from zerohvd.keras.checkpoint.whole_model import save_model  # noqa: E402
@@ -35,6 +40,7 @@ __all__ = [
     "DisagreementError",
     "DistributedOptimizer",
     "ShardedStateError",
+    "WaitTimeoutError",
     "ZeroError",
     "callbacks",
     "communication_report",

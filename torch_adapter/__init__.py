@@ -20,11 +20,13 @@ from typing import Any
 import horovod.torch
 
 from zerohvd.launchers import allow_single_process, spare_fusion_buffers
+from zerohvd.limits import name_missing_ranks
 from zerohvd.versions import require_torch
 
 require_torch()
 allow_single_process(os.environ)
 spare_fusion_buffers(os.environ)
+name_missing_ranks(os.environ)
 
 from zerohvd.checkpoint import CheckpointError, CorruptCheckpointError  # noqa: E402
 from zerohvd.communication.weighting import weight  # noqa: E402
@@ -32,6 +34,7 @@ from zerohvd.errors import (  # noqa: E402
     DisagreementError,
     NonFiniteError,
     ShardedStateError,
+    WaitTimeoutError,
     ZeroError,
 )
 from zerohvd.torch.checkpoint.api import CheckpointManager, load, save  # noqa: E402
@@ -59,6 +62,7 @@ __all__ = [
     "GradScaler",
     "NonFiniteError",
     "ShardedStateError",
+    "WaitTimeoutError",
     "ZeroError",
     "ZeroOptimizer",
     "communication_report",

@@ -10,6 +10,7 @@ from zerohvd.errors import (
     DisagreementError,
     NonFiniteError,
     ShardedStateError,
+    WaitTimeoutError,
     ZeroError,
 )
 from zerohvd.layout import Layout, ParamSpec, build_layout
@@ -20,6 +21,7 @@ __all__ = [
     "NonFiniteError",
     "ParamSpec",
     "ShardedStateError",
+    "WaitTimeoutError",
     "ZeroConfig",
     "ZeroError",
     "__version__",

@@ -17,3 +17,7 @@ class ShardedStateError(ZeroError):
 
 class NonFiniteError(ZeroError):
     """Gradients are NaN or infinite. Raised on every rank."""
+
+
+class WaitTimeoutError(ZeroError, TimeoutError):
+    """Another rank did not come, or has ended; see `zerohvd.limits`. Raised on ranks that wait."""

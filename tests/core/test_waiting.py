@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from zerohvd.communication.prefetch import Order
 from zerohvd.communication.waiting import Timing, Waiting
-from zerohvd.errors import DisagreementError
+from zerohvd.errors import WaitTimeoutError
 from zerohvd.testing import ThreadWorld
 
 QUICK = Timing(patience=0.01, short_patience=0.002, limit=30, poll=1e-3, poll_slowly=2e-3)
@@ -235,8 +235,8 @@ def test_a_rank_that_never_comes(where):
             "meet": rank.waiting.meet,
             "step": rank.step,
         }[where]
-        expected = f"'u{c.rank}'" if where == "unit" else "the other ranks"
-        with pytest.raises(DisagreementError, match=f"for.*{expected}.*ZEROHVD_GATHER_TIMEOUT"):
+        expected = f"'u{c.rank}'" if where == "unit" else "a meeting of all ranks"
+        with pytest.raises(WaitTimeoutError, match=f"rank {c.rank} .*{expected}.*ZEROHVD_TIMEOUT"):
             act()
         assert 0.4 < time.monotonic() - start < 3
         over.wait(20)

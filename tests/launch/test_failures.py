@@ -20,7 +20,7 @@ SOON = 60.0
     [
         ("exception", "this rank has had enough"),
         ("kill", "signal 9"),
-        ("exit", "Horovod has been shut down"),
+        ("exit", "Horovod was shut down, because rank 1 ended. See the output of rank 1"),
         ("shape", "parameter '1.weight': rank 0 has '1.weight' (5, 4)"),
         ("state_dict in between", "Call it after step()"),
     ],

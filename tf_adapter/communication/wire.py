@@ -6,12 +6,15 @@ They run eagerly or are traced into a tf.function.
 from __future__ import annotations
 
 import math
+import os
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from zerohvd import limits
 from zerohvd.communication.collectives import (
     Collectives,
     HorovodCollectives,
@@ -23,6 +26,10 @@ from zerohvd.communication.traffic import StepTraffic
 from zerohvd.keras.communication import arrays
 from zerohvd.keras.communication.ordering import after
 from zerohvd.schedule import exchange_rounds
+
+# Collectives block inside TensorFlow's kernels, where nobody but Horovod can end them. It reads the
+# limit when it is initialised.
+_TOO_LATE = limits.end_stalled_collectives(os.environ) and hvd.is_initialized()
 
 # A tensor smaller than this may be a constant (a flag, a count, a norm); gradients never are.
 _SMALL = 4096
@@ -44,6 +51,8 @@ class Wire:
 
     def __init__(self, process_set: Any = None) -> None:
         self.eager = join(process_set)  # for agreements outside of graphs
+        if _TOO_LATE and self.eager.size > 1 and self.eager.rank == 0:
+            warnings.warn(limits.TOO_LATE.format("zerohvd.keras"), stacklevel=2)
         self.rank, self.size = self.eager.rank, self.eager.size
         self._set = hvd.global_process_set if process_set is None else process_set
         # The same name twice at a time is an error, and two optimizers may share a step.

@@ -24,6 +24,7 @@ import tensorflow as tf
 
 from zerohvd.communication.rendezvous import Call
 from zerohvd.keras import compat
+from zerohvd.keras.fit import counts
 from zerohvd.keras.optimizer import entry, weighting
 from zerohvd.keras.optimizer.distributed import optimizer_of
 
@@ -57,12 +58,23 @@ def run(step: str, original: Callable[..., Any], model: Any, *args: Any, **kwarg
     optimizer = optimizer_of(model)
     usual = usual_count(given.get("x")) if optimizer is not None else None
     # In the first step ranks compare it anyway; later, ranks with and without counts deadlock.
-    if step == "train_step" and optimizer is not None and optimizer.step is not None:
-        entry.meet(optimizer.step, Call.FIT if usual is None else Call.FIT_COUNTED)
+    if step == "train_step" and optimizer is not None:
+        _compare(optimizer, Call.FIT if usual is None else Call.FIT_COUNTED, counts.planned(given))
     if usual is None:
         return original(model, *args, **kwargs)
     with _counting(model, step, usual):
         return original(model, *args, **kwargs)
+
+
+def _compare(optimizer: Any, call: Call, mine: counts.Planned) -> None:
+    """Raise on all ranks if they will not train equally long, or on other kinds of data."""
+    if optimizer.step is None:
+        heard = entry.meet_first(optimizer.process_set, mine)
+    else:
+        heard = entry.meet(optimizer.step, call, mine)
+    difference = counts.different([counts.Planned(*numbers) for numbers in heard])
+    if difference is not None:
+        raise difference
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from zerohvd.errors import ShardedStateError
 from zerohvd.keras import compat
 from zerohvd.keras.communication.wire import Wire, join
 from zerohvd.keras.optimizer import averages, partition, state, weighting
+from zerohvd.keras.optimizer.entry import explained
 from zerohvd.keras.optimizer.step import ShardedStep
 from zerohvd.keras.params import broadcasting
 from zerohvd.keras.params.pieces import PieceVariable, owned_pieces, tf_variable
@@ -238,7 +239,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             for index, variable in enumerate(self.step.variables)
             if index not in given and not variable.trainable
         )
-        with tf.name_scope(self.name):
+        with tf.name_scope(self.name), explained():
             self.step.run(aligned, scaler, weight, weighting.is_in_loss(self))
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import horovod.torch as hvd
 import torch
 from horovod.torch import mpi_ops
 
+from zerohvd import limits
 from zerohvd.communication.collectives import (
     Done,
     Handle,
@@ -23,13 +24,24 @@ from zerohvd.torch.communication import arrays
 
 
 class _HorovodHandle:
-    def __init__(self, handle: int, *alive: torch.Tensor) -> None:
+    def __init__(
+        self, collectives: TorchCollectives, name: str, handle: int, *alive: torch.Tensor
+    ) -> None:
+        self._collectives, self._name = collectives, name
         self._handle = handle
         self._alive = alive  # memory that the collective still reads
 
-    def wait(self) -> None:
-        mpi_ops.synchronize(self._handle)
+    def wait(self) -> Any:
+        """Return what the collective gives; Horovod itself would wait without a limit."""
+        waited = limits.wait(self.done, self._late)
+        with self._collectives.explained(self._name, waited):
+            result = mpi_ops.synchronize(self._handle)
         self._alive = ()
+        return result
+
+    def _late(self, waited: float) -> Exception:
+        c = self._collectives
+        return limits.timed_out(c.members[c.rank], c.members, limits.in_words(self._name), waited)
 
     def done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
@@ -89,8 +101,7 @@ class TorchCollectives(HorovodCollectives):
         self._note(name, "reducescatter", x, moved=(x.numel() - own) * x.element_size())
         if self._use_native(x, lengths):
             out = x.new_empty(own) if into is None else into
-            started = compat.reducescatter_start(x, out, name, self._set)
-            return Exchange(_HorovodHandle(started, x), [out], out)
+            return Exchange(self._start(compat.reducescatter_start, name, x, out), [out], out)
         if self.size == 2:
             return self._exchange_with_other(x, lengths, name, into)
         out = x.new_empty(self.size * own)
@@ -115,10 +126,7 @@ class TorchCollectives(HorovodCollectives):
     def _alltoall_start(
         self, x: torch.Tensor, splits: Sequence[int], out: torch.Tensor, name: str
     ) -> Handle:
-        started = compat.alltoall_start(
-            _wire(x), arrays.splits(splits), _wire(out), name, self._set
-        )
-        return _HorovodHandle(started, x)
+        return self._start(compat.alltoall_start, name, _wire(x), arrays.splits(splits), _wire(out))
 
     def gather_start(self, x: torch.Tensor, lengths: Sequence[int], *, name: str) -> Handle:
         """An allgather in place: `x` lies on every rank, and part r of it comes from rank r."""
@@ -130,8 +138,7 @@ class TorchCollectives(HorovodCollectives):
             return self._alltoall_start(own, splits, parts[1 - self.rank], name)
         # Input and output of an allgather must not overlap.
         sent = own.clone()
-        started = compat.allgather_start(_wire(sent), _wire(x), name, self._set)
-        return _HorovodHandle(started, sent)
+        return self._start(compat.allgather_start, name, _wire(sent), _wire(x))
 
     def gather_into(
         self, out: torch.Tensor, own: torch.Tensor, lengths: Sequence[int], *, name: str
@@ -145,13 +152,12 @@ class TorchCollectives(HorovodCollectives):
             _put(own, parts[self.rank])
             splits = [0, own.numel()] if self.rank == 0 else [own.numel(), 0]
             return self._alltoall_start(own, splits, parts[1 - self.rank], name)
-        started = compat.allgather_start(_wire(own), _wire(out), name, self._set)
-        return _HorovodHandle(started, own)
+        return self._start(compat.allgather_start, name, _wire(own), _wire(out))
 
     def broadcast_in_place(self, x: torch.Tensor, root: int = 0, *, name: str) -> None:
         """Overwrite the contiguous `x` with that of rank `root`; waits for it."""
         self._note(name, "broadcast", x)
-        mpi_ops.broadcast_(_wire(x), self._set.ranks[root], name=name, process_set=self._set)
+        self._start(mpi_ops.broadcast_async_, name, _wire(x), self._set.ranks[root]).wait()
 
     def broadcast_pickled(self, value: Any, *, name: str) -> Any:
         """What the first rank gives, which may be more than JSON can say."""
@@ -161,8 +167,17 @@ class TorchCollectives(HorovodCollectives):
     def allreduce_start(self, x: torch.Tensor, op: str = "sum", *, name: str) -> Handle:
         """Combine in place. Not for bfloat16."""
         self._note(name, "allreduce", x)
-        started = mpi_ops.allreduce_async_(x, op=self._ops[op], name=name, process_set=self._set)
-        return _HorovodHandle(started)
+        return self._start(mpi_ops.allreduce_async_, name, x, op=self._ops[op])
+
+    def _run(self, kind: str, x: Any, name: str, **how: Any) -> Any:
+        return self._start(getattr(mpi_ops, f"{kind}_async"), name, x, **how).wait()
+
+    def _start(
+        self, start: Callable[..., int], name: str, x: torch.Tensor, *args: Any, **how: Any
+    ) -> _HorovodHandle:
+        with self.explained(name):
+            started = start(x, *args, name=name, process_set=self._set, **how)
+        return _HorovodHandle(self, name, started, x)
 
 
 def _put(part: torch.Tensor, place: torch.Tensor) -> None:

@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 from torch import nn
 
+from zerohvd.torch.communication.collectives import TorchCollectives, join
 from zerohvd.torch.params.owned import units_of
 from zerohvd.torch.stage3.units import ModuleUnit, Units
 
@@ -88,8 +88,8 @@ def _publish(
         units.publish(members, root)
     sharded = {p for _, members in held for unit in members for p in unit.params}
     for index, param in enumerate(p for p in params if p not in sharded):
-        if hvd.size() > 1 and param.numel():
+        ranks = join()
+        if isinstance(ranks, TorchCollectives) and param.numel():
             value = param.data.contiguous()
-            wire = value.view(torch.int16) if value.dtype == torch.bfloat16 else value
-            hvd.broadcast_(wire, root, name=f"zero/written/{index}")
+            ranks.broadcast_in_place(value, root, name=f"zero/written/{index}")
             param.data.copy_(value)

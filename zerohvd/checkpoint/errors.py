@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from zerohvd.communication.collectives import Collectives
-from zerohvd.errors import ZeroError
+from zerohvd.errors import WaitTimeoutError, ZeroError
 
 T = TypeVar("T")
 _FRAME = 2048  # bytes
@@ -65,6 +65,8 @@ def together(collectives: Collectives, name: str, act: Callable[[], T]) -> tuple
     try:
         result = act()
         mine["value"] = result if isinstance(result, (str, int, dict, list)) else None
+    except WaitTimeoutError:
+        raise  # the others are not there: telling them would take as long again
     except Exception as error:
         caught = error
         mine["error"] = describe(error)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from zerohvd import limits
 from zerohvd.checkpoint import writer
 from zerohvd.checkpoint.entries import Content, Entry, share_out, whole
 from zerohvd.checkpoint.errors import (
@@ -179,12 +180,14 @@ class Notes:
     metric: float | None = None
 
 
+@limits.during(Call.SAVE.said)
 def save(path: Path, training: Training, notes: Notes) -> None:
     """Store a checkpoint at `path`; all ranks must call it."""
     ranks, plan = plan_save(training, notes)
     writer.save(path, ranks, plan)
 
 
+@limits.during(Call.SAVE.said)
 def plan_save(training: Training, notes: Notes) -> tuple[Collectives, writer.SavePlan]:
     """Bring the ranks together; returns them, and how this one comes to its part."""
     ranks = training.meet(Call.SAVE)
@@ -266,6 +269,7 @@ def _training_step(notes: Notes, held: Snapshot) -> int | None:
 # -- loading ---------------------------------------------------------------------------------------
 
 
+@limits.during(Call.LOAD.said)
 def load(path: Path, training: Training, *, strict: bool = True, restore_rng: bool = True) -> Any:
     """Load the checkpoint, or plain file, at `path`; all ranks must call it.
 

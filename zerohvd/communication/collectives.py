@@ -9,14 +9,16 @@ bfloat16 (which Horovod itself lacks) and note in `log` what they moved.
 from __future__ import annotations
 
 import abc
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from zerohvd import limits
 from zerohvd.communication.log import CommLog
 
 Array = npt.NDArray[Any]
@@ -55,6 +57,9 @@ class AsyncCollectives(Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def members(self) -> Sequence[int]: ...
+
     def from_numpy(self, x: Array) -> Any: ...
 
     def to_numpy(self, x: Any) -> Array: ...
@@ -76,6 +81,11 @@ class Collectives(abc.ABC):
     rank: int
     size: int
     log: CommLog
+
+    @property
+    def members(self) -> Sequence[int]:
+        """What the ranks are called outside of a process set, in their order."""
+        return range(self.size)
 
     @abc.abstractmethod
     def allreduce(self, x: Any, op: str = "sum", *, name: str = "allreduce") -> Any:
@@ -344,14 +354,18 @@ class HorovodCollectives(Collectives):
         self._arrays = arrays
         self._ops = {"sum": hvd.Sum, "average": hvd.Average, "min": hvd.Min, "max": hvd.Max}
 
+    @property
+    def members(self) -> Sequence[int]:
+        return range(self.size) if self._set.ranks is None else list(self._set.ranks)
+
     def allreduce(self, x: Any, op: str = "sum", *, name: str = "allreduce") -> Any:
         check_op(op)
         self._note(name, "allreduce", x)
         if not self._is_bf16(x):
-            return self._hvd.allreduce(x, op=self._ops[op], name=name, process_set=self._set)
+            return self._run("allreduce", x, name, op=self._ops[op])
         if op in ("min", "max"):
             wide = self._arrays.float32(x)
-            wide = self._hvd.allreduce(wide, op=self._ops[op], name=name, process_set=self._set)
+            wide = self._run("allreduce", wide, name, op=self._ops[op])
             return self._arrays.bfloat16(wide)
         flat = self._arrays.flatten(x)
         splits = shares(self._arrays.numel(x), self.size)
@@ -377,7 +391,7 @@ class HorovodCollectives(Collectives):
         self._note(name, "reducescatter", x)
         if self._is_bf16(x):
             return self._sum_bf16(x, shares(len(x), self.size), op, name)
-        return self._hvd.reducescatter(x, op=self._ops[op], name=name, process_set=self._set)
+        return self._run("reducescatter", x, name, op=self._ops[op])
 
     def alltoall(self, x: Any, splits: Sequence[int], *, name: str = "alltoall") -> Any:
         row = self._arrays.itemsize(x) * self._arrays.numel(x) // max(1, len(x))
@@ -389,7 +403,7 @@ class HorovodCollectives(Collectives):
         bits = self._arrays.bits(x) if self._is_bf16(x) else x
         # Horovod counts the root in the whole world, we in the process set.
         root = root if self._set.ranks is None else self._set.ranks[root]
-        out = self._hvd.broadcast(bits, root_rank=root, name=name, process_set=self._set)
+        out = self._run("broadcast", bits, name, root_rank=root)
         return self._arrays.unbits(out) if self._is_bf16(x) else out
 
     def from_numpy(self, x: Array) -> Any:
@@ -397,6 +411,23 @@ class HorovodCollectives(Collectives):
 
     def to_numpy(self, x: Any) -> Array:
         return self._arrays.to_numpy(x)
+
+    def _run(self, kind: str, x: Any, name: str, **how: Any) -> Any:
+        """Call Horovod's function of this name, and wait for what it returns."""
+        with self.explained(name):
+            return getattr(self._hvd, kind)(x, name=name, process_set=self._set, **how)
+
+    @contextlib.contextmanager
+    def explained(self, name: str, waited: float | None = None) -> Iterator[None]:
+        """Inside, the end of Horovod in the collective of this name is an error that says why."""
+        try:
+            yield
+        except Exception as error:
+            me, what = self.members[self.rank], limits.in_words(name)
+            explanation = limits.explain(error, me, self.members, what, waited)
+            if explanation is None:
+                raise
+            raise explanation from error
 
     def _is_bf16(self, x: Any) -> bool:
         return self._arrays.dtype_name(x) == "bfloat16"
@@ -408,15 +439,13 @@ class HorovodCollectives(Collectives):
 
     def _gather(self, x: Any, name: str) -> Any:
         if not self._is_bf16(x):
-            return self._hvd.allgather(x, name=name, process_set=self._set)
+            return self._run("allgather", x, name)
         bits = self._arrays.bits(x)
-        return self._arrays.unbits(self._hvd.allgather(bits, name=name, process_set=self._set))
+        return self._arrays.unbits(self._run("allgather", bits, name))
 
     def _alltoall(self, x: Any, splits: Sequence[int], name: str) -> Any:
         bits = self._arrays.bits(x) if self._is_bf16(x) else x
-        out, _ = self._hvd.alltoall(
-            bits, splits=self._arrays.splits(splits), name=name, process_set=self._set
-        )
+        out, _ = self._run("alltoall", bits, name, splits=self._arrays.splits(splits))
         return self._arrays.unbits(out) if self._is_bf16(x) else out
 
     def _sum_bf16(self, x: Any, splits: Sequence[int], op: str, name: str) -> Any:

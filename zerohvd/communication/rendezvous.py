@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from zerohvd import limits
 from zerohvd.communication.collectives import Array, AsyncCollectives, Handle
 from zerohvd.errors import DisagreementError
 
@@ -118,9 +119,10 @@ class Rendezvous:
         if self._open is None:
             return
         (claims, said, handle), self._open = self._open, None
-        if self._waiting is not None:
-            self._waiting.wait([handle])
-        handle.wait()
+        with limits.during(Call(int(claims.call)).said):
+            if self._waiting is not None:
+                self._waiting.wait([handle])
+            handle.wait()
         found = self._collectives.to_numpy(said)
         highest, lowest = Claims(*found[: len(claims)]), Claims(*-found[len(claims) :])
         if highest == lowest:

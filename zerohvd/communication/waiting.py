@@ -19,21 +19,17 @@ the user's while another one still needs it.
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from zerohvd import limits
 from zerohvd.communication.collectives import AsyncCollectives, Handle
-from zerohvd.errors import DisagreementError
+from zerohvd.errors import WaitTimeoutError
 
 _NOTHING = -1  # in the place of a unit's number: the rank needs no unit
-
-
-def wait_limit() -> float:
-    return float(os.environ.get("ZEROHVD_GATHER_TIMEOUT", "600"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +42,7 @@ class Timing:
     short_patience: float = 0.02
     """The same, for a unit that ranks were seen to need at different times."""
 
-    limit: float = dataclasses.field(default_factory=wait_limit)
+    limit: float = dataclasses.field(default_factory=limits.seconds)
     """Before a wait gives up."""
 
     poll: float = 1e-4
@@ -115,7 +111,7 @@ class Waiting:
         None is for a collective that all ranks come to, whatever units they have run.
         """
         if not self._wait(handles, unit, self._timing.limit):
-            raise DisagreementError(self._complaint(unit))
+            raise self._complaint(unit)
 
     def wait_for(self, handles: Sequence[Handle], seconds: float) -> bool:
         """Like `wait`, but not for longer than `seconds`; return whether all are done."""
@@ -125,14 +121,15 @@ class Waiting:
         """Return when no rank needs a unit any more: each has come here or to `step()`."""
         if self._collectives.size == 1:
             return
-        deadline = time.monotonic() + self._timing.limit
+        deadline = limits.Deadline(self._timing.limit)
         through = False
         while not through:
             if self._question is None:
                 self._ask(None)
             assert self._question is not None
             if not self._poll([self._question.handle], deadline):
-                raise DisagreementError(self._complaint(None))
+                with limits.during("a forward or backward pass"):
+                    raise self._complaint(None)
             through = self._answer(None, deadline)
 
     def even_out(self) -> None:
@@ -144,11 +141,11 @@ class Waiting:
         c = self._collectives
         if c.size == 1:
             return
-        deadline = time.monotonic() + self._timing.limit
+        deadline = limits.Deadline(self._timing.limit)
         counts = c.from_numpy(np.array([u.gathers for u in self._units], np.int64))
         handle = c.allreduce_start(counts, "max", name=f"{self._prefix}/gathers")
         if not self._wait([handle], None, self._timing.limit, is_last=True):
-            raise DisagreementError(self._complaint(None))
+            raise self._complaint(None)
         for unit, gathers in zip(self._units, c.to_numpy(counts).tolist(), strict=True):
             self._take_part(unit, gathers, deadline)
 
@@ -169,6 +166,7 @@ class Waiting:
                 answer would give it this rank's old shard.
         """
         started = time.monotonic()
+        deadline = limits.Deadline(limit)
         ask = _AskingRule(self._timing, unit is not None and unit.number in self._lonely)
         alone = self._collectives.size == 1
 
@@ -178,18 +176,18 @@ class Waiting:
             waited = now - started
             # In this order: what is complete before the handles are comes from this step.
             if self._is_complete() and not (is_last and all(h.done() for h in handles)):
-                self._answer_for(unit, ask, waited, started + limit)
+                self._answer_for(unit, ask, waited, deadline)
             if self._question is None and ask.is_due(waited):
                 self._ask(unit)
                 ask.is_open = True
 
-        if not self._poll(handles, started + limit, look):
+        if not self._poll(handles, deadline, look):
             return False
         for handle in handles:
             handle.wait()
         # Others may wait for this rank's part in the answer, whether it has had to poll or not.
         if self._is_complete() and not is_last:
-            self._answer_for(unit, ask, limit, started + limit)
+            self._answer_for(unit, ask, limit, deadline)
         if unit is None:
             self._meetings += 1
         else:
@@ -200,7 +198,7 @@ class Waiting:
         return self._question is not None and self._question.handle.done()
 
     def _answer_for(
-        self, unit: Gatherable | None, ask: _AskingRule, waited: float, deadline: float
+        self, unit: Gatherable | None, ask: _AskingRule, waited: float, deadline: limits.Deadline
     ) -> None:
         """Answer the question, which is complete, in a wait for `unit`."""
         own = ask.is_open
@@ -213,30 +211,26 @@ class Waiting:
     def _poll(
         self,
         handles: Sequence[Handle],
-        deadline: float,
+        deadline: limits.Deadline,
         look: Callable[[float], None] | None = None,
     ) -> bool:
         """Return True when all handles are done, False at the deadline."""
         started = time.monotonic()
         for handle in handles:
             while not handle.done():
-                now = time.monotonic()
-                if now > deadline:
+                if deadline.passed():
                     return False
+                now = time.monotonic()
                 if look is not None:
                     look(now)
                 quick = now - started < self._timing.patience
                 time.sleep(self._timing.poll if quick else self._timing.poll_slowly)
         return True
 
-    def _complaint(self, unit: Gatherable | None) -> str:
-        what = "the other ranks" if unit is None else f"unit {unit.name!r} to be gathered"
-        return (
-            f"rank {self._collectives.rank} has waited {self._timing.limit:g} s for {what}. At "
-            "stage 3 all ranks run the model together: do not call it, state_dict() or "
-            "zero.gathered() on some ranks only, and see whether another rank has failed. Longer "
-            "steps need a larger ZEROHVD_GATHER_TIMEOUT (seconds)"
-        )
+    def _complaint(self, unit: Gatherable | None) -> WaitTimeoutError:
+        c = self._collectives
+        what = "a meeting of all ranks" if unit is None else f"unit {unit.name!r} to be gathered"
+        return limits.timed_out(c.members[c.rank], c.members, what, self._timing.limit)
 
     # -- questions --------------------------------------------------------------------------------
 
@@ -254,7 +248,7 @@ class Waiting:
         self._question = _Question(heard, handle)
         self.questions += 1
 
-    def _answer(self, unit: Gatherable | None, deadline: float) -> bool:
+    def _answer(self, unit: Gatherable | None, deadline: limits.Deadline) -> bool:
         """Take part in what the ranks said they need; return whether all need nothing now.
 
         Args:
@@ -283,7 +277,7 @@ class Waiting:
             return count < self._meetings
         return count <= self._complete.get(number, 0)
 
-    def _take_part(self, unit: Gatherable, gathers: int, deadline: float) -> None:
+    def _take_part(self, unit: Gatherable, gathers: int, deadline: limits.Deadline) -> None:
         """Gather a unit that this rank does not need, until it has been gathered that often.
 
         Every rank that is behind does so, in the order of the answer, so each of these gathers
@@ -292,7 +286,7 @@ class Waiting:
         while unit.gathers < gathers:
             handles = unit.take_part()
             if not self._poll(handles, deadline):
-                raise DisagreementError(self._complaint(unit))
+                raise self._complaint(unit)
             for handle in handles:
                 handle.wait()
             unit.end_part()

@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from zerohvd import limits
 from zerohvd.communication.collectives import Collectives
-from zerohvd.communication.waiting import wait_limit
 from zerohvd.errors import ZeroError
 from zerohvd.peers.channel import (
     CONNECT_TIMEOUT,
@@ -134,7 +134,7 @@ class Peers:
             self._topic(rank, what),
             request,
             who=f"rank {rank}",
-            limit=wait_limit(),
+            limit=limits.seconds(),
         )
 
     # -- together or alone -------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class Peers:
     @contextlib.contextmanager
     def _at(self, wanted: Version) -> Iterator[None]:
         """Hold the subject at this version; a rank may still be at the end of the step before."""
-        deadline = time.monotonic() + wait_limit()
+        deadline = time.monotonic() + limits.seconds()
         while self._subject.version < wanted and time.monotonic() < deadline:
             time.sleep(_POLL / 10)
         with self._subject.guard.reading():
@@ -209,7 +209,7 @@ class Peers:
         if self._rank == 0 or _has_failed():
             self.close()
         if self._leaves_at is None:
-            self._leaves_at = time.monotonic() + wait_limit()
+            self._leaves_at = time.monotonic() + limits.seconds()
         if not self._gone.is_set():
             self._watch_first()
         return not self._gone.is_set() and time.monotonic() < self._leaves_at

@@ -14,6 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from zerohvd import limits
 from zerohvd.communication import weighting
 from zerohvd.communication.collectives import AsyncCollectives
 from zerohvd.communication.log import CommLog
@@ -218,6 +219,7 @@ class GradientStep(abc.ABC, Generic[S]):
 
     # -- reduction ---------------------------------------------------------------------------------
 
+    @limits.during(Call.STEP.said)
     def send_rest(self) -> None:
         """Send all that has not left yet; all ranks must call it."""
         self.begin()
@@ -227,6 +229,7 @@ class GradientStep(abc.ABC, Generic[S]):
             self._before_rest()
         self.rounds.send_rest()
 
+    @limits.during(Call.STEP.said)
     def await_reduced(self) -> None:
         """Give this rank's pieces the reduced gradients, after `send_rest`."""
         for section in self.sections:
@@ -248,6 +251,7 @@ class GradientStep(abc.ABC, Generic[S]):
 
     # -- numbers of all ranks ----------------------------------------------------------------------
 
+    @limits.during(Call.STEP.said)
     def agree(self, value: float, op: str, what: str) -> float:
         """Combine a number of every rank; all ranks must call it."""
         c = self._collectives

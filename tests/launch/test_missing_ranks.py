@@ -1,0 +1,71 @@
+"""A rank does not come: the others wait for a limited time, then say for whom and for what."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from zerohvd.launching import launch
+
+HERE = Path(__file__).parent
+LIMIT = 6  # seconds; ranks that start on a busy machine are seconds apart
+
+
+def run(job, ranks, *argv):
+    env = {"ZEROHVD_TIMEOUT": str(LIMIT), "OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1"}
+    result = launch(ranks, [sys.executable, str(HERE / job), *map(str, argv)], timeout=240, env=env)
+    assert not result.timed_out, result.explain()
+    return result
+
+
+def test_torch_waits_for_a_limited_time_at_every_stage_and_in_every_call(tmp_path):
+    faults = ("0step", "1step", "1save", "2step", "3step", "3save", "3build")
+    result = run("missing_torch_job.py", 2, tmp_path, *faults)
+    said = dict(re.findall(r"^((?:stage|again)[^:]*): (.*)$", result.stdout, re.MULTILINE))
+    assert list(said) == [*(f"stage {f[0]} {f[1:]}" for f in faults), "again"], result.explain()
+    where = {"step": "(step\\(\\)|forward or backward pass)", "save": r"zero\.save\(\)"}
+    for what, text in said.items():
+        if what == "again":
+            assert "an earlier call that has failed" in text
+            continue
+        assert f"rank 0 has waited {LIMIT} s for rank 1" in text
+        assert re.search(where.get(what.split()[-1], "the start of training"), text), text
+        assert "See the output of rank 1" in text
+        assert "ZEROHVD_TIMEOUT" in text
+        assert LIMIT <= int(text.split()[0]) < LIMIT + 15, text
+    assert "Missing ranks:" in result.stderr  # Horovod's warning, in time
+
+
+def test_of_three_torch_ranks_both_that_wait_say_so(tmp_path):
+    result = run("missing_torch_job.py", 3, tmp_path, "2step")
+    for rank in (0, 1):
+        said = f"rank {rank} has waited {LIMIT} s for other ranks in backward() or step()"
+        assert said in result.stdout, result.explain()
+    assert re.search(r"^2: \[.*zero0", result.stderr, re.MULTILINE), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("how", "stage", "what"),
+    [
+        ("counts", 2, "the gradients of 'sequential.dense_1.bias'"),
+        ("elsewhere", 1, "the gradients of 'sequential.dense_1.bias'"),
+        ("evaluates", 0, "in model.fit()"),
+        ("own loop", 2, ""),
+    ],
+)
+def test_keras_waits_for_a_limited_time(how, stage, what, tmp_path):
+    result = run("missing_keras_job.py", 2, how, stage, tmp_path)
+    told = re.search(r"^rank 0: (\d+) s: WaitTimeoutError: (.*)$", result.stdout, re.MULTILINE)
+    assert told is not None, result.explain()
+    assert "rank 0 waits in vain" in told[2]
+    assert what in told[2]
+    assert f"because rank 1 ended, or did not come within {LIMIT} s" in told[2]
+    assert "ZEROHVD_TIMEOUT" in told[2]
+    assert re.search(r"^1!?: \[", result.stderr, re.MULTILINE), result.stderr
+    if how == "counts":
+        assert result.stdout.count("at once: model.fit() would run a different number of") == 8
+        assert "batches per epoch: 4 on rank 0, 2 on rank 1" in result.stdout
+        assert "epochs: 1 on rank 0, 2 on rank 1" in result.stdout
