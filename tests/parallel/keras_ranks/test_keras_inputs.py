@@ -256,13 +256,15 @@ def test_a_scalar_beside_an_embedding_table(option):
             inner = keras.optimizers.SGD(0.1, **OPTIONS[option])
             optimizer = zero.DistributedOptimizer(inner)
 
+        variables = [scale, table]
+
         @tf.function(input_signature=[tf.TensorSpec([None, LENGTH], tf.int64)])
-        def step(words, scale=scale, table=table, optimizer=optimizer):
+        def step(words, variables=variables, optimizer=optimizer):
             with tf.GradientTape() as tape:
-                loss = scale * tf.reduce_sum(tf.gather(table, words) ** 2)
-            optimizer.apply(tape.gradient(loss, [scale, table]), [scale, table])
+                loss = variables[0] * tf.reduce_sum(tf.gather(variables[1], words) ** 2)
+            optimizer.apply(tape.gradient(loss, variables), variables)
 
         for start in range(4):
-            step(TOKENS[start :: world.SIZE + world.RANK][:3])
+            step(TOKENS[start + world.RANK :: world.SIZE][:3])
         results.append([scale.numpy(), table.numpy()])
     world.assert_same(*results[::-1], bitwise=False, tolerance=1e-6)
