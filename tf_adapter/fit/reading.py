@@ -6,7 +6,6 @@ are compared once: if all were given the same data, each does the work of one, a
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import types
 import warnings
@@ -22,6 +21,7 @@ from zerohvd.communication.agreement import out_of_step
 from zerohvd.communication.collectives import Collectives
 from zerohvd.errors import DisagreementError
 from zerohvd.keras.fit import batches, order
+from zerohvd.keras.fit.callback_list import with_callbacks
 from zerohvd.keras.optimizer.distributed import optimizer_of, ranks_of
 
 _ROWS = 8  # of arrays, at either end
@@ -52,32 +52,16 @@ def run(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> 
     # Every rank hears the same, so all of them compare, or none does.
     digests = [digest for _, _, digest in heard]
     if all(shared for shared, _, _ in heard):
-        compare: Any = _SameBatches(ranks, given.arguments)
+        # First, so that nothing is saved of an epoch that went wrong.
+        compare: list[Any] = [_SameBatches(ranks, given.arguments)]
     elif any(shared or known for shared, known, _ in heard):
         return original(*given.args, **given.kwargs)
     else:
         _compared.add(model)
         _warn_if_same(digests, _ARRAYS, ranks)
-        compare = _FirstBatches(ranks, source) if None in digests else None
-    with _first_callback(given.arguments, compare):
+        compare = [_FirstBatches(ranks, source)] if None in digests else []
+    with with_callbacks(given.arguments, compare):
         return original(*given.args, **given.kwargs)
-
-
-@contextlib.contextmanager
-def _first_callback(given: dict[str, Any], added: Any) -> Iterator[None]:
-    """Add a callback in front, so that nothing is saved of an epoch that went wrong."""
-    callbacks = given.get("callbacks")
-    if added is None:
-        yield
-    elif isinstance(callbacks, keras.callbacks.CallbackList):
-        callbacks.callbacks.insert(0, added)
-        try:
-            yield
-        finally:
-            callbacks.callbacks.remove(added)
-    else:
-        given["callbacks"] = [added, *keras.tree.flatten(callbacks or [])]
-        yield
 
 
 class _SameBatches(keras.callbacks.Callback):

@@ -94,6 +94,22 @@ def check_same_data(collectives: Collectives, digest: str, *, hint: str) -> None
         )
 
 
+def check_same_decision(collectives: Collectives, decided: Mapping[str, Any], *, hint: str) -> None:
+    """Raise the same DisagreementError on every rank unless all ranks have decided alike.
+
+    Args:
+        decided: What was decided on this rank, in the user's words: bools, numbers or texts.
+        hint: What to write instead.
+    """
+    seen = collectives.allgather_object(dict(decided), name="zero/decided")
+    for what in decided:
+        said = [f"{found[what]} on rank {rank}" for rank, found in enumerate(seen)]
+        if any(found[what] != seen[0][what] for found in seen):
+            raise DisagreementError(
+                f"ranks have decided differently: {what} is {', '.join(said)}. {hint}"
+            )
+
+
 def out_of_step(collectives: Collectives, seen: Sequence[int], *, name: str) -> list[int]:
     """The ranks that have not read the same as rank 0; the same answer on all of them.
 
