@@ -11,6 +11,31 @@ from zerohvd.versions import require_keras
 require_keras()
 allow_single_process(os.environ)
 
+# Horovod's own, so that `import zerohvd.keras as hvd` replaces `import horovod.tensorflow.keras as
+# hvd`, whose optimizer and callbacks do not work on Keras 3.
+from horovod.tensorflow import (  # noqa: E402
+    Average,
+    ProcessSet,
+    Sum,
+    add_process_set,
+    allgather,
+    allgather_object,
+    allreduce,
+    broadcast,
+    broadcast_object,
+    cross_rank,
+    cross_size,
+    global_process_set,
+    init,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    remove_process_set,
+    shutdown,
+    size,
+)
+
 from zerohvd.checkpoint import CheckpointError, CorruptCheckpointError  # noqa: E402
 from zerohvd.errors import (  # noqa: E402
     DisagreementError,
@@ -34,22 +59,42 @@ from zerohvd.keras.report import communication_report, memory_report  # noqa: E4
 patches.install()
 
 __all__ = [
+    "Average",
     "CheckpointError",
     "CheckpointManager",
     "CorruptCheckpointError",
     "DisagreementError",
     "DistributedOptimizer",
+    "ProcessSet",
     "ShardedStateError",
+    "Sum",
     "WaitTimeoutError",
     "ZeroError",
+    "add_process_set",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "broadcast",
+    "broadcast_object",
     "callbacks",
     "communication_report",
+    "cross_rank",
+    "cross_size",
+    "global_process_set",
+    "init",
+    "is_initialized",
     "load",
+    "local_rank",
+    "local_size",
     "memory_report",
     "plain_optimizer",
+    "rank",
+    "remove_process_set",
     "save",
     "save_model",
     "shard_dataset",
+    "shutdown",
+    "size",
     "verbose",
     "weight",
     "zeroify",

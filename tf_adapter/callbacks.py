@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -116,6 +118,61 @@ class LearningRateWarmup(keras.callbacks.Callback):
                 print(f"zerohvd: learning rate warm-up is done, now {rate:g}")
 
 
+class LearningRateSchedule(keras.callbacks.Callback):
+    """Multiply a learning rate by a factor from one epoch to another, as Horovod's callback does.
+
+        LearningRateSchedule(0.1, 1.0, start_epoch=5, end_epoch=30)
+        LearningRateSchedule(0.1, 0.1, start_epoch=30)                  # 0.1 ** (epoch - 30)
+        LearningRateSchedule(0.1, lambda epoch: 0.95 ** epoch, staircase=False)
+
+    Args:
+        initial_lr: What is multiplied.
+        multiplier: A function of the epoch, or the base of an exponential decay.
+        start_epoch: The first epoch it holds for.
+        end_epoch: The first epoch it holds no longer; None: to the end.
+        staircase: Change it once per epoch. Otherwise with every step, at fractions of epochs.
+        steps_per_epoch: For staircase=False, where the dataset does not know its length.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.initial_lr, self.start_epoch, self.end_epoch = initial_lr, start_epoch, end_epoch
+        self.staircase, self.steps_per_epoch = staircase, steps_per_epoch
+        self.multiplier: Callable[[float], float] = (
+            multiplier if callable(multiplier) else lambda e: multiplier ** (e - start_epoch)
+        )
+        self._epoch = 0
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._epoch = epoch
+        if self.staircase:
+            self._set(epoch)
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if self.staircase:
+            return
+        steps = self.steps_per_epoch or self.params.get("steps")
+        if not steps:
+            raise ValueError(
+                "LearningRateSchedule(staircase=False) needs steps_per_epoch: the dataset does "
+                "not know its length"
+            )
+        self._set(self._epoch + batch / steps)
+
+    def _set(self, epoch: float) -> None:
+        ended = self.end_epoch is not None and self._epoch >= self.end_epoch
+        if self._epoch >= self.start_epoch and not ended:
+            self.model.optimizer.learning_rate = self.initial_lr * self.multiplier(epoch)
+
+
 class BroadcastWeights(keras.callbacks.Callback):
     """Give all ranks the weights of one rank when training begins.
 
@@ -128,6 +185,11 @@ class BroadcastWeights(keras.callbacks.Callback):
         self.root = root
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if self.root != 0 and not self.model.variables:
+            raise ValueError(
+                "the model has no variables yet, and would start with those of rank 0, not "
+                f"{self.root}: build it before fit, with model.build(shape) or by calling it once"
+            )
         # Seeds of random generators are whole numbers, and should differ between ranks.
         floats = [v for v in self.model.variables if "float" in str(v.dtype)]
         broadcast_variables(floats, ranks_of(self.model), self.root)
@@ -241,3 +303,70 @@ class Checkpoint(keras.callbacks.Callback):
         self._saved = self._step()
         extra = {"epoch": epoch, "best": self.best}
         self.manager.save(self._saved, self.model, extra=extra, metric=metric)
+
+
+# -- the names and arguments of horovod.tensorflow.keras.callbacks ---------------------------------
+
+
+class BroadcastGlobalVariablesCallback(BroadcastWeights):
+    """`BroadcastWeights`. The optimizer's state is sharded: no rank has what others need."""
+
+    def __init__(self, root_rank: int, device: str = "") -> None:
+        super().__init__(root_rank)
+
+
+class MetricAverageCallback(MetricAverage):
+    """`MetricAverage`."""
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+
+
+class LearningRateWarmupCallback(LearningRateWarmup):
+    """`LearningRateWarmup`. Keras 3 cannot correct the momentum, which is a constant of a step."""
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: float = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        super().__init__(initial_lr, warmup_epochs, steps_per_epoch, verbose)
+        self.momentum_correction = momentum_correction
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        _warn_of_momentum(self)
+        super().on_train_begin(logs)
+
+
+class LearningRateScheduleCallback(LearningRateSchedule):
+    """`LearningRateSchedule`. Keras 3 cannot correct the momentum, a constant of a step."""
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__(initial_lr, multiplier, start_epoch, end_epoch, staircase, steps_per_epoch)
+        self.momentum_correction = momentum_correction
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        _warn_of_momentum(self)
+
+
+def _warn_of_momentum(callback: Any) -> None:
+    momentum = getattr(callback.model.optimizer, "momentum", None)
+    if momentum and callback.momentum_correction and ranks_of(callback.model).rank == 0:
+        warnings.warn(
+            f"the momentum stays {momentum:g} while {type(callback).__name__} changes the learning "
+            "rate: Keras 3 makes it a constant of the step. Pass momentum_correction=False if that "
+            "is fine.",
+            stacklevel=2,
+        )

@@ -7,7 +7,8 @@ the function says what it returns then.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -15,6 +16,7 @@ import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_lib
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 # -- the optimizer that is wrapped -----------------------------------------------------------------
 
@@ -125,6 +127,20 @@ def dataset_inputs(dataset: tf.data.Dataset) -> Sequence[tf.data.Dataset]:
     """What a dataset was made of. Without it, `shard_dataset(...).repeat()` would lose the mark
     that tells `fit` to weight ranks by their samples."""
     return dataset._inputs()
+
+
+@contextlib.contextmanager
+def outside_of_traces() -> Iterator[None]:
+    """A context like tf.init_scope in which variables may be made at any time. tf.function forbids
+    new ones after its first trace, inside an init_scope too; but the variables of a model without
+    an Input layer have values only then, and the optimizer is built on these."""
+    tracing = not tf.executing_eagerly()
+    with tf.init_scope():
+        if not tracing:
+            yield
+            return
+        with tf.variable_creator_scope(lambda _, **options: ResourceVariable(**options)):
+            yield
 
 
 def in_xla() -> bool:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import horovod.tensorflow as hvd
-import numpy as np
 import tensorflow as tf
 
 from zerohvd.communication.agreement import check_same_data
 from zerohvd.communication.collectives import HorovodCollectives
 from zerohvd.keras.communication import arrays
-from zerohvd.keras.fit import uneven
+from zerohvd.keras.fit import batches, order, uneven
 
 
 def shard_dataset(
@@ -50,12 +48,19 @@ def shard_dataset(
     every metric and an empty prediction.
 
     Args:
-        dataset: Of (x, y) or (x, y, sample_weight), in batches as one process would train on
-            them; every rank must see the same order, so `shuffle` needs a seed.
+        dataset: Of x, (x, y) or (x, y, sample_weight), in batches as one process would train on
+            them; x and y may be nested, ragged, sparse or strings. Every rank must see the same
+            order in every epoch, so `shuffle` needs a seed, of its own or by tf.random.set_seed.
         batch_size: If the dataset is not batched: samples per rank and step.
-        check: Compare the first batch of all ranks, and raise if they differ.
+        check: Compare the first batch of all ranks, which is read once for that; and in `fit`,
+            after every epoch, which batches they have read. Raise if they differ.
         process_set: The ranks that share; all of them unless given.
     """
+    if not isinstance(dataset, tf.data.Dataset):
+        raise TypeError(
+            f"shard_dataset needs a tf.data.Dataset, got {type(dataset).__name__}; arrays become "
+            "one by tf.data.Dataset.from_tensor_slices((x, y)).batch(128)"
+        )
     ranks = HorovodCollectives(hvd, arrays, process_set)
     if batch_size is not None:
         if batch_size < 1:
@@ -69,37 +74,46 @@ def shard_dataset(
     even = static is not None and static % ranks.size == 0
 
     def part(*batch: Any) -> Any:
-        total = tf.shape(tf.nest.flatten(batch[0])[0])[0]
+        total = batches.rows(tf.nest.flatten(batch)[0])
         start = total * ranks.rank // ranks.size
         stop = total * (ranks.rank + 1) // ranks.size
-        return tf.nest.map_structure(lambda t: t[start:stop], batch)
+        mine = tf.nest.map_structure(lambda t: batches.cut(t, start, stop), batch)
+        return mine if isinstance(dataset.element_spec, tuple) else mine[0]
 
-    parts = dataset.map(part, num_parallel_calls=tf.data.AUTOTUNE).prefetch(1)
+    watched = order.Watch().on(dataset) if check else dataset
+    parts = watched.map(part, num_parallel_calls=tf.data.AUTOTUNE).prefetch(1)
     return parts if even else uneven.mark(parts, samples / ranks.size)
 
 
 def _check_spec(spec: Any) -> None:
-    if not isinstance(spec, tuple) or len(spec) not in (2, 3):
+    if isinstance(spec, tuple) and len(spec) > 3:
         raise ValueError(
-            "shard_dataset needs a dataset of (x, y) or (x, y, sample_weight) tuples, as fit does; "
-            f"got elements {spec}"
+            "shard_dataset needs a dataset of x, (x, y) or (x, y, sample_weight), as fit does; "
+            f"several inputs are ((a, b), y) or ({{'a': a, 'b': b}}, y). Got elements {spec}"
         )
-    for part in tf.nest.flatten(spec):
+    parts = tf.nest.flatten(spec)
+    for part in parts:
         if part.shape.rank == 0:
             raise ValueError(
                 "shard_dataset needs a batched dataset, or batch_size=...; an element has the "
                 f"scalar {part}"
             )
+    known = {p.shape[0] for p in parts if p.shape.rank} - {None}
+    if len(known) > 1:
+        raise ValueError(
+            "shard_dataset needs a batched dataset, or batch_size=...; the first dimensions of an "
+            f"element differ, so they are no batch: {spec}"
+        )
 
 
 def _check_order(dataset: tf.data.Dataset, ranks: HorovodCollectives) -> int:
     """Raise if ranks see another first batch; how many samples it has, at least 1."""
-    digest = hashlib.sha256()
-    samples = 1
-    for batch in dataset.take(1):
-        for x in tf.nest.flatten(batch):
-            digest.update(np.ascontiguousarray(x.numpy()).tobytes())
-        samples = max(1, len(tf.nest.flatten(batch)[0]))
-    hint = "shuffle(..., seed=1) under the same tf.random.set_seed"
-    check_same_data(ranks, digest.hexdigest(), hint=hint)
-    return samples
+    first = next(iter(dataset.take(1)), ())
+    counts = {int(batches.rows(t)) for t in tf.nest.flatten(first)}
+    check_same_data(ranks, batches.digest(first), hint=order.HINT)
+    if len(counts) > 1:
+        raise ValueError(
+            "shard_dataset needs a batched dataset, or batch_size=...; the tensors of its first "
+            f"element have {sorted(counts)} rows"
+        )
+    return max(1, *counts, 1)

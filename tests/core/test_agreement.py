@@ -6,7 +6,12 @@ import dataclasses
 
 import pytest
 
-from zerohvd.communication.agreement import check_agreement, check_same_data, fail_together
+from zerohvd.communication.agreement import (
+    check_agreement,
+    check_same_data,
+    fail_together,
+    out_of_step,
+)
 from zerohvd.errors import DisagreementError
 from zerohvd.layout import ParamSpec, build_layout
 from zerohvd.testing import ThreadWorld
@@ -179,3 +184,21 @@ def test_what_fails_on_one_rank_fails_on_all():
     other = "DisagreementError: see rank 1"
     assert ThreadWorld(3).run(build, 1) == [other, "KeyError: 'mine'", other]
     assert ThreadWorld(3).run(build, None) == [None] * 3
+
+
+READINGS = {
+    "the same": ([[1, 2], [1, 2], [1, 2]], []),
+    "nothing": ([[], [], []], []),
+    "one is ahead": ([[1, 2], [1, 2, 3, 4], [1]], []),
+    "one came late, and is behind": ([[1, 2, 3], [2, 3, 4], [1, 2]], []),
+    "another order": ([[1, 2], [1, 5], [1, 2]], [1]),
+    "rank 0 is the odd one": ([[9], [1, 2], [1, 2, 3]], [1, 2]),
+    "one read from a cache": ([[1, 2], [], [1, 2]], []),
+}
+
+
+@pytest.mark.parametrize("case", READINGS)
+def test_ranks_that_read_something_else_are_found(case):
+    seen, odd = READINGS[case]
+    found = ThreadWorld(3).run(lambda c: out_of_step(c, seen[c.rank], name="order"))
+    assert found == [odd] * 3

@@ -23,6 +23,7 @@ from zerohvd.communication.collectives import (
 )
 from zerohvd.communication.instances import agree_on_instance
 from zerohvd.communication.traffic import StepTraffic
+from zerohvd.keras import compat
 from zerohvd.keras.communication import arrays
 from zerohvd.keras.communication.ordering import after
 from zerohvd.schedule import exchange_rounds
@@ -202,5 +203,5 @@ class Wire:
 
 
 def _new_mark() -> tf.Variable:
-    with tf.init_scope():
+    with compat.outside_of_traces():
         return tf.Variable(-1, dtype=tf.int64, trainable=False, name="mark")

@@ -17,7 +17,7 @@ import keras
 
 from zerohvd.errors import ShardedStateError
 from zerohvd.keras import compat
-from zerohvd.keras.fit import uneven
+from zerohvd.keras.fit import foreign, reading, uneven
 from zerohvd.keras.optimizer import averages, weighting
 from zerohvd.keras.optimizer.distributed import DistributedOptimizer, optimizer_of, unwrap
 from zerohvd.keras.optimizer.entry import explained
@@ -43,6 +43,8 @@ def install() -> None:
         ("evaluate", _quiet),
         ("predict", _quiet),
         ("fit", _warn_of_backups),
+        ("fit", _wrapper(foreign.run)),
+        ("fit", _wrapper(reading.run)),
         ("fit", _wrapper(functools.partial(uneven.run, "train_step"))),
         ("evaluate", _wrapper(functools.partial(uneven.run, "test_step"))),
         ("train_on_batch", weighting.holding),  # traced once: later calls need their own weight

@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from zerohvd.communication.rendezvous import Call
 from zerohvd.keras import compat
-from zerohvd.keras.fit import counts
+from zerohvd.keras.fit import batches, counts
 from zerohvd.keras.optimizer import entry, weighting
 from zerohvd.keras.optimizer.distributed import optimizer_of
 
@@ -137,8 +137,9 @@ def _losses_counted(model: Any, count: Any) -> Iterator[None]:
 def _count(data: Any) -> Any:
     first = next(t for t in tf.nest.flatten(data) if t is not None)
     # A step without data must not count: the other ranks would not be there to add it up.
-    with tf.control_dependencies([] if tf.executing_eagerly() else [first]):
-        return tf.identity(tf.shape(first)[0])
+    parts = tf.nest.flatten(first, expand_composites=True)
+    with tf.control_dependencies([] if tf.executing_eagerly() else parts):
+        return tf.identity(batches.rows(first))
 
 
 def _without_trace(model: Any, step: Callable[[Any], Any], data: Any, count: Any) -> Any:
@@ -170,12 +171,9 @@ def _either(count: Any, with_samples: Any, without: Any) -> Any:
 
 def _stand_in(t: Any, count: Any) -> Any:
     """The tensor, or one row of zeros if it has no rows."""
-    if not isinstance(t, tf.Tensor):
-        return t
-
-    def row() -> Any:
-        return tf.zeros(tf.concat([[1], tf.shape(t)[1:]], 0), t.dtype)
-
-    full = tf.cond(count > 0, lambda: t, row)
-    full.set_shape([None, *t.shape[1:]])
+    if t is None:
+        return None
+    full = tf.cond(count > 0, lambda: t, lambda: batches.one_row(t))
+    if isinstance(t, tf.Tensor) and t.shape.rank is not None:
+        full.set_shape([None, *t.shape[1:]])
     return full

@@ -104,7 +104,9 @@ class Reduction:
     ) -> None:
         self._reducer, self._shards, self._wire = reducer, reducer.shards, reducer.shards.wire
         variables = reducer.shards.variables
-        self.grads = [sparse.rows_of(g, v.shape) for g, v in zip(grads, variables, strict=True)]
+        self.grads = [
+            sparse.of_static_shape(g, v.shape) for g, v in zip(grads, variables, strict=True)
+        ]
         self.heads = first_of(self.grads)
         self._scale, self._weight = scale, weight
         self._weigh = _weighing(weight, in_loss)

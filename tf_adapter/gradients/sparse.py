@@ -36,11 +36,18 @@ def dense(grad: Any) -> Any:
     return grad.dense() if isinstance(grad, Rows) else grad
 
 
-def rows_of(grad: Any, shape: Any) -> Any:
-    """IndexedSlices as Rows; everything else as it is."""
-    if not isinstance(grad, tf.IndexedSlices):
-        return grad
+def of_static_shape(grad: Any, shape: Any) -> Any:
+    """A gradient whose shape is known while tracing: IndexedSlices become Rows.
+
+    TensorFlow loses the shape where a layer multiplies a batch of unknown size by its kernel in
+    more than two dimensions, such as Dense on every token; buckets are cut by static shapes.
+    """
+    if grad is None:
+        return None
     shape = tuple(shape)
+    if not isinstance(grad, tf.IndexedSlices):
+        grad = tf.convert_to_tensor(grad)
+        return grad if grad.shape.is_fully_defined() else tf.ensure_shape(grad, shape)
     values = tf.reshape(grad.values, [-1, *shape[1:]])
     return Rows(values, tf.reshape(grad.indices, [-1]), shape)
 

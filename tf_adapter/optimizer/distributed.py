@@ -22,7 +22,12 @@ from zerohvd.keras.optimizer import averages, partition, state, weighting
 from zerohvd.keras.optimizer.entry import explained
 from zerohvd.keras.optimizer.step import ShardedStep
 from zerohvd.keras.params import broadcasting
-from zerohvd.keras.params.pieces import PieceVariable, owned_pieces, tf_variable
+from zerohvd.keras.params.pieces import (
+    PieceVariable,
+    initialized,
+    owned_pieces,
+    tf_variable,
+)
 from zerohvd.keras.params.shards import specs_of
 from zerohvd.launchers import check_ranks
 from zerohvd.training.graph import lay_out
@@ -128,9 +133,9 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
 
     def _build(self, variables: list[Any], tables: list[int]) -> None:
         """`build`, where the gradients of some variables (`tables`) are tf.IndexedSlices."""
-        if self.step is not None:
+        if self.step is not None or not initialized(variables):
             return
-        with tf.init_scope():
+        with compat.outside_of_traces():
             wire = Wire(self.process_set)
             check_ranks(os.environ, hvd.size())
             everyone = wire.eager.allgather_object(tables, name="zero/agree/tables")
@@ -225,6 +230,9 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         if not self.built:
             rows = [i for i, g in enumerate(grads) if isinstance(g, tf.IndexedSlices)]
             self._build(trainable_variables, rows)
+        if self.step is None:
+            _leave_to_second_trace()
+            return
         given = [self.step.index_of(variable) for variable in trainable_variables]
         aligned: list[Any] = [None] * len(self.step.variables)
         for index, grad in zip(given, grads, strict=True):
@@ -348,6 +356,19 @@ def ranks_of(model: Any) -> Collectives:
     if optimizer is not None and optimizer.step is not None:
         return optimizer.step.wire.eager
     return join(None if optimizer is None else optimizer.process_set)
+
+
+def _leave_to_second_trace() -> None:
+    """End a step whose variables TensorFlow has just made, and will initialize after this trace.
+
+    That is a model without an Input layer: tf.function traces it once to find its variables, and
+    once more to run it. There is nothing to broadcast or lay out before.
+    """
+    problem = (
+        "the model makes variables from the data of a step: build it before the first one, with "
+        "model.build(shape) or by calling it on a batch"
+    )
+    tf.debugging.Assert(False, [problem])  # only if TensorFlow runs the first trace after all
 
 
 def _delegate(name: str) -> property:

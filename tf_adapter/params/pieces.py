@@ -29,6 +29,12 @@ def variable_path(variable: Any) -> str:
     return getattr(variable, "path", None) or str(variable.name).split(":")[0]
 
 
+def initialized(variables: Sequence[Any]) -> bool:
+    """Whether all of them have values; those made by the tf.function being traced have none yet."""
+    with tf.init_scope():
+        return all(bool(tf_variable(v).is_initialized()) for v in variables)
+
+
 class PieceVariable:
     """Replaces a variable in the inner optimizer's build and update_step.
 

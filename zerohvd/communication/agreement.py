@@ -94,6 +94,41 @@ def check_same_data(collectives: Collectives, digest: str, *, hint: str) -> None
         )
 
 
+def check_same_decision(collectives: Collectives, decided: Mapping[str, Any], *, hint: str) -> None:
+    """Raise the same DisagreementError on every rank unless all ranks have decided alike.
+
+    Args:
+        decided: What was decided on this rank, in the user's words: bools, numbers or texts.
+        hint: What to write instead.
+    """
+    seen = collectives.allgather_object(dict(decided), name="zero/decided")
+    for what in decided:
+        said = [f"{found[what]} on rank {rank}" for rank, found in enumerate(seen)]
+        if any(found[what] != seen[0][what] for found in seen):
+            raise DisagreementError(
+                f"ranks have decided differently: {what} is {', '.join(said)}. {hint}"
+            )
+
+
+def out_of_step(collectives: Collectives, seen: Sequence[int], *, name: str) -> list[int]:
+    """The ranks that have not read the same as rank 0; the same answer on all of them.
+
+    A rank may have read further than another: what the slower one read last, the faster one has
+    read too. Ranks that have read nothing are in step.
+
+    Args:
+        seen: Digests of all that this rank has read so far, taken from time to time; newest last.
+        name: Of the collective.
+    """
+    newest = collectives.allgather_object(seen[-1] if seen else None, name=f"{name}/newest")
+    if len(set(newest)) == 1:
+        return []
+    # Every rank sees this, so all of them come here.
+    mine = set(seen)
+    known = collectives.allgather_object([n is None or n in mine for n in newest], name=name)
+    return [rank for rank, has in enumerate(known) if not (has[0] or known[0][rank])]
+
+
 def _describe(spec: ParamSpec) -> list[Any]:
     return [spec.name, list(spec.shape), spec.dtype, spec.group]
 
