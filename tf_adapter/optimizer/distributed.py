@@ -21,7 +21,7 @@ from zerohvd.keras.communication.wire import Wire, join
 from zerohvd.keras.optimizer import averages, partition, state, weighting
 from zerohvd.keras.optimizer.step import ShardedStep
 from zerohvd.keras.params import broadcasting
-from zerohvd.keras.params.pieces import PieceVariable, owned_pieces, tf_variable
+from zerohvd.keras.params.pieces import PieceVariable, owned_pieces, tf_variable, variable_path
 from zerohvd.keras.params.shards import specs_of
 from zerohvd.launchers import check_ranks
 from zerohvd.training.graph import lay_out
@@ -224,20 +224,16 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         if not self.built:
             rows = [i for i, g in enumerate(grads) if isinstance(g, tf.IndexedSlices)]
             self._build(trainable_variables, rows)
-        given = [self.step.index_of(variable) for variable in trainable_variables]
         aligned: list[Any] = [None] * len(self.step.variables)
+        given = [self.step.index_of(variable) for variable in trainable_variables]
         for index, grad in zip(given, grads, strict=True):
             aligned[index] = grad
+        _check_once(given, trainable_variables)
         weight = weighting.take()
-        reducer = self.step.reducer
-        if reducer.agree_on_present(aligned, weight is not None):
-            present = [True if i in reducer.present else None for i in range(len(aligned))]
-            compat.check_any_gradient(self, present, self.step.variables)
-        reducer.frozen = frozenset(
-            index
-            for index, variable in enumerate(self.step.variables)
-            if index not in given and not variable.trainable
-        )
+        present = self.step.reducer.agree_on_present(aligned, weight is not None)
+        if present is not None:
+            found = [True if i in present.params else None for i in given]
+            compat.check_any_gradient(self, found, trainable_variables)
         with tf.name_scope(self.name):
             self.step.run(aligned, scaler, weight, weighting.is_in_loss(self))
 
@@ -271,7 +267,21 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         # Python calls this for what is found nowhere else: beta_1, momentum and the like.
         if name.startswith("_") or "inner_optimizer" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.inner_optimizer, name)
+        return getattr(self._part_with(name), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # `opt.momentum = 0.5` means the inner optimizer, which is the one that reads it.
+        own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
+        if not own and "inner_optimizer" in self.__dict__ and hasattr(self._part_with(name), name):
+            setattr(self._part_with(name), name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _part_with(self, name: str) -> Any:
+        """The inner optimizer, or the scaler if only that one has the attribute."""
+        scaler = self.__dict__.get("scaler")
+        inner = self.inner_optimizer
+        return scaler if not hasattr(inner, name) and hasattr(scaler, name) else inner
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -364,6 +374,15 @@ def _delegate(name: str) -> property:
 
 for _name in _DELEGATED:
     setattr(DistributedOptimizer, _name, _delegate(_name))
+
+
+def _check_once(given: Sequence[int], variables: Sequence[Any]) -> None:
+    if len(set(given)) < len(given):
+        twice = [v for i, v in zip(given, variables, strict=True) if given.count(i) > 1]
+        raise ValueError(
+            f"{variable_path(twice[0])!r} is given twice in one step; add up its gradients, or "
+            "apply them one after the other"
+        )
 
 
 def _check_inner(optimizer: Any, config: ZeroConfig) -> None:
