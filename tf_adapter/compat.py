@@ -7,7 +7,7 @@ the function says what it returns then.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import keras
@@ -98,6 +98,19 @@ def scaler_variables(scaler: Any) -> list[Any]:
     """A LossScaleOptimizer's own variables. The public `variables` include the inner optimizer's,
     of which a rank holds a share: saving them would store that as if it were everything."""
     return list(scaler._variables)
+
+
+def before_checkpoints(cls: type, check: Callable[[Any], None]) -> None:
+    """Call `check` on an object of `cls` whenever tf.train.Checkpoint stores it. Without it, a
+    checkpoint would hold one rank's shards as if they were everything; nothing else is asked
+    when TensorFlow saves, as it collects the variables by itself."""
+
+    def tensors(self: Any) -> dict[str, Any]:
+        check(self)
+        return {}
+
+    cls._serialize_to_tensors = tensors  # type: ignore[attr-defined]
+    cls._restore_from_tensors = lambda self, restored: []  # type: ignore[attr-defined]
 
 
 # -- models, callbacks and datasets ----------------------------------------------------------------

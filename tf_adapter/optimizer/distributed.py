@@ -246,7 +246,10 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
 
     @property
     def variables(self) -> list[Any]:
-        """This rank's state: counters, the learning rate and its shards of the slots."""
+        """This rank's state: counters, the learning rate and its shards of the slots.
+
+        The slots of all ranks together are `zero.plain_optimizer(opt).variables`.
+        """
         own = [] if self.scaler is None else compat.scaler_variables(self.scaler)
         return [*own, *self.inner_optimizer.variables]
 
@@ -294,10 +297,11 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         """Raise if saving would store this rank's shard as if it were the whole state."""
         if self.is_sharded and self.saved_state is None:
             raise ShardedStateError(
-                "model.save() would store this rank's share of the optimizer state as if it "
-                "were everything. Call zero.save_model(model, path) on all ranks instead "
-                "(rank 0 writes), add zero.callbacks.Checkpoint(path) to fit, or store the "
-                "weights alone with model.save_weights(path), which any rank can do."
+                "this would store or copy this rank's share of the optimizer state as if it were "
+                "everything. Call zero.save(folder, model) or zero.save_model(model, path) on all "
+                "ranks instead (rank 0 writes the file), add zero.callbacks.Checkpoint(path) to "
+                "fit, or store the weights alone, which any rank can do: "
+                "model.save_weights(path). zero.plain_optimizer(opt) gives the whole state."
             )
 
     def save_own_variables(self, store: Any) -> None:
@@ -374,6 +378,7 @@ def _delegate(name: str) -> property:
 
 for _name in _DELEGATED:
     setattr(DistributedOptimizer, _name, _delegate(_name))
+compat.before_checkpoints(DistributedOptimizer, DistributedOptimizer.check_savable)
 
 
 def _check_once(given: Sequence[int], variables: Sequence[Any]) -> None:
