@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.legacy.saving import legacy_h5_format
+from keras.src.losses import loss as loss_module
 from keras.src.saving import saving_lib
 
 # -- the optimizer that is wrapped -----------------------------------------------------------------
@@ -126,6 +127,23 @@ def set_initial_epoch(model: Any, epoch: int | None) -> None:
     """Have a `fit` that has just begun start at `epoch`, as keras.callbacks.BackupAndRestore does.
     Without it, a resumed `fit` would run all epochs again."""
     model._initial_epoch = epoch
+
+
+def loss_reduction() -> tuple[Any, str]:
+    """(module, function) by which every loss reduces its values to a number. Without it, a loss
+    that is no mean over samples would differ from that of the whole batch."""
+    return loss_module, "reduce_weighted_values"
+
+
+def masked_weights(weights: Any, mask: Any, dtype: Any) -> Any:
+    """The weights that "mean_with_sample_weight" divides by, as Keras joins them with the mask."""
+    return loss_module.apply_mask(weights, mask, dtype, "mean_with_sample_weight")
+
+
+def is_plain_step(step: Any) -> bool:
+    """Whether `step` is Keras' own train_step, which applies one loss with one optimizer. It is
+    public, but its class, from which a model inherits it, is not."""
+    return getattr(step, "__func__", None) is keras.Model.train_step
 
 
 def output_losses(model: Any) -> list[Any]:

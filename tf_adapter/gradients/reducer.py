@@ -222,8 +222,9 @@ class Reduction:
     ) -> list[Any]:
         """The gradient of each piece, after `mean` has been applied to the sum over the ranks."""
         shards, wire, dtype = self._shards, self._wire, self._dtype(bucket)
+        params = shards.layout.params
         flats = {
-            slot.param: tf.reshape(sparse.dense(grads[slot.param]), [-1])
+            slot.param: tf.reshape(sparse.dense(grads[slot.param]), [params[slot.param].numel])
             for slot in bucket.slots
             if grads[slot.param] is not None
         }

@@ -255,7 +255,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
 
     def scale_loss(self, loss: Any) -> Any:
         loss = (self.scaler or self.inner_optimizer).scale_loss(loss)
-        if not weighting.holds():
+        if not weighting.may_enter_loss():
             return loss
         # Multiplies one number, instead of all gradients later.
         weighting.put_into_loss(self)
@@ -353,6 +353,13 @@ def unwrap(optimizer: Any) -> DistributedOptimizer | None:
 def optimizer_of(model: Any) -> DistributedOptimizer | None:
     """The DistributedOptimizer that `model` was compiled with, or None."""
     return unwrap(getattr(model, "optimizer", None))
+
+
+def optimizers_of(model: Any) -> list[DistributedOptimizer]:
+    """All DistributedOptimizers that `model` has, be it compiled with them or not: a train_step of
+    its own may use several, which are attributes then."""
+    found = [unwrap(part) for part in (getattr(model, "optimizer", None), *vars(model).values())]
+    return list({id(o): o for o in found if o is not None}.values())
 
 
 def ranks_of(model: Any) -> Collectives:

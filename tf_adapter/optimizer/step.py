@@ -49,6 +49,8 @@ class ShardedStep(ShardedVariables):
         sums = compat.accumulated_gradients(inner) if steps > 1 and config.stage > 1 else None
         self.reducer = GradReducer(self, config.reduce_dtype, steps, sums)
         self.eager = False  # whether the last step was called eagerly, or traced, as in `fit`
+        # The collective that a step begins with, if that is none of the optimizer's own.
+        self.begins_with: str | None = None
         self._heads: list[Any] = []
         self._one_call = compat.updates_together(inner)
 
