@@ -8,13 +8,14 @@ the function says what it returns then.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.legacy.saving import legacy_h5_format
+from keras.src.losses import loss as loss_module
 from keras.src.saving import saving_lib
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
@@ -102,6 +103,19 @@ def scaler_variables(scaler: Any) -> list[Any]:
     return list(scaler._variables)
 
 
+def before_checkpoints(cls: type, check: Callable[[Any], None]) -> None:
+    """Call `check` on an object of `cls` whenever tf.train.Checkpoint stores it. Without it, a
+    checkpoint would hold one rank's shards as if they were everything; nothing else is asked
+    when TensorFlow saves, as it collects the variables by itself."""
+
+    def tensors(self: Any) -> dict[str, Any]:
+        check(self)
+        return {}
+
+    cls._serialize_to_tensors = tensors  # type: ignore[attr-defined]
+    cls._restore_from_tensors = lambda self, restored: []  # type: ignore[attr-defined]
+
+
 # -- models, callbacks and datasets ----------------------------------------------------------------
 
 
@@ -115,6 +129,23 @@ def set_initial_epoch(model: Any, epoch: int | None) -> None:
     """Have a `fit` that has just begun start at `epoch`, as keras.callbacks.BackupAndRestore does.
     Without it, a resumed `fit` would run all epochs again."""
     model._initial_epoch = epoch
+
+
+def loss_reduction() -> tuple[Any, str]:
+    """(module, function) by which every loss reduces its values to a number. Without it, a loss
+    that is no mean over samples would differ from that of the whole batch."""
+    return loss_module, "reduce_weighted_values"
+
+
+def masked_weights(weights: Any, mask: Any, dtype: Any) -> Any:
+    """The weights that "mean_with_sample_weight" divides by, as Keras joins them with the mask."""
+    return loss_module.apply_mask(weights, mask, dtype, "mean_with_sample_weight")
+
+
+def is_plain_step(step: Any) -> bool:
+    """Whether `step` is Keras' own train_step, which applies one loss with one optimizer. It is
+    public, but its class, from which a model inherits it, is not."""
+    return getattr(step, "__func__", None) is keras.Model.train_step
 
 
 def output_losses(model: Any) -> list[Any]:

@@ -27,9 +27,10 @@ def shard_dataset(
     Samples stay as they are, `sample_weight` included.
 
     `fit` counts every rank by the samples it has: gradients are those of the whole batch, and
-    under MetricAverage so are the metrics. (That is for losses that average over samples, Keras'
-    default; not for the reductions "sum" and "mean_with_sample_weight", nor for masks.) The
-    losses of several outputs are means over samples too; Keras takes them over batches.
+    under MetricAverage so are the metrics. That holds for the reductions "sum" and
+    "mean_with_sample_weight" and for masks too, in which ranks count by what the loss divides by; a
+    loss function of your own that returns one number is taken for a mean over samples. The losses
+    of several outputs are means over samples; Keras takes them over batches.
 
     A loop of your own must say before every `apply` how many samples there are, 0 included:
 
@@ -44,8 +45,8 @@ def shard_dataset(
     NaN. The same holds for `train_on_batch`. Or leave it out: `data.batch(..., drop_remainder=
     True)` of a size that the ranks divide.
 
-    `evaluate` and `predict` give what this rank's part does; a rank without samples has 0 for
-    every metric and an empty prediction.
+    `evaluate` and `predict` outside of `fit` give what this rank's part does; a rank without
+    samples has 0 for every metric and an empty prediction.
 
     Args:
         dataset: Of x, (x, y) or (x, y, sample_weight), in batches as one process would train on
@@ -82,7 +83,7 @@ def shard_dataset(
 
     watched = order.Watch().on(dataset) if check else dataset
     parts = watched.map(part, num_parallel_calls=tf.data.AUTOTUNE).prefetch(1)
-    return parts if even else uneven.mark(parts, samples / ranks.size)
+    return uneven.mark(parts, uneven.Parts(samples / ranks.size, even, process_set))
 
 
 def _check_spec(spec: Any) -> None:

@@ -508,14 +508,19 @@ def test_a_held_weight_is_not_used_up():
 
 def test_a_weight_holds_inside_what_was_wrapped_for_it():
     announced, seen = weighting.Announced(), []
-    step = announced.holding(lambda: seen.append((announced.take(), announced.holds())))
-    step()
-    announced.announce(3.0)
-    step()
-    step()
-    assert seen == [(None, False), (3.0, True), (None, False)]
+
+    def run(in_loss):
+        seen.append((announced.take(), announced.may_enter_loss()))
+
+    step = announced.holding(run, in_loss=lambda in_loss: in_loss)
+    step(True)
+    for in_loss in (True, False):
+        announced.announce(3.0)
+        step(in_loss)
+    step(True)
+    assert seen == [(None, False), (3.0, True), (3.0, False), (None, False)]
     with announced.during(2.0):
         announced.put_into_loss(seen)
         assert announced.is_in_loss(seen) and not announced.is_in_loss(seen)
         announced.put_into_loss(seen)
-    assert not announced.holds() and not announced.is_in_loss(seen)
+    assert not announced.may_enter_loss() and not announced.is_in_loss(seen)

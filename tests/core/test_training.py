@@ -18,7 +18,7 @@ from zerohvd.training import graph, mapped_file
 from zerohvd.training.monitor import check_mode, improvement
 from zerohvd.training.naming import group_numbers, groups_bucket_bytes, name_params, unique_names
 from zerohvd.training.ownership import OwnerMark, unless_gone
-from zerohvd.training.present import agree_on_present, check_present
+from zerohvd.training.present import agree_on_present
 from zerohvd.training.samples import SampleShare, padded
 
 
@@ -63,18 +63,19 @@ def test_groups_are_numbers_or_lists():
 
 def test_a_gradient_on_any_rank_is_present_on_all():
     def agree(c):
-        return agree_on_present(c, [c.rank, 9], weighted=False)
+        rows = {9: "int32"} if c.rank == 2 else {}
+        return agree_on_present(c, [c.rank, 9], rows, weighted=False)
 
-    assert ThreadWorld(4).run(agree) == [{0, 1, 2, 3, 9}] * 4
-    check_present([1], {0, 1}, ["a", "b"])
-    with pytest.raises(ValueError, match=r"\['b'\] came after a first step"):
-        check_present([0, 1], {0}, ["a", "b"])
+    for present in ThreadWorld(4).run(agree):
+        assert present == ({0, 1, 2, 3, 9}, {9: "int32"})
+        assert present.expects_rows(9, False) and present.expects_rows(5, True)
+        assert not present.expects_rows(5, False) and not present.expects_rows(1, True)
 
 
 def test_either_all_ranks_count_or_none():
     def agree(c):
         with pytest.raises(DisagreementError, match=r"only ranks \[2\] say"):
-            agree_on_present(c, [], weighted=c.rank == 2)
+            agree_on_present(c, [], {}, weighted=c.rank == 2)
         return True
 
     assert all(ThreadWorld(3).run(agree))

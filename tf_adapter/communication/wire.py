@@ -135,6 +135,15 @@ class Wire:
         out.set_shape(x.shape)
         return out
 
+    def add_flags(self, x: Any, name: str) -> Any:
+        """The sum of a few numbers that every step sends; like Horovod's own messages, they are not
+        counted as traffic."""
+        if self.size == 1:
+            return x
+        out = hvd.allreduce(self.live(x), op=hvd.Sum, **self.options(name))
+        out.set_shape(x.shape)
+        return out
+
     def allgather(self, x: Any, lengths: Sequence[int], name: str) -> Any:
         """The parts of all ranks, which are `lengths` long, in rank order."""
         if self.size == 1:

@@ -25,7 +25,7 @@ def snapshot(model: Any) -> Snapshot:
 
 def together(
     model: Any, here: Snapshot, logs: dict[str, Any], ranks: Collectives, name: str
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """What `logs` would be if one process had seen the samples of all ranks, which all call this.
 
     `here` are the metrics when `logs` were made. A number that is no metric of the model, such as a
@@ -42,8 +42,10 @@ def together(
     return {n: results[n] if n in joint.metrics else mean for n, mean in joint.means.items()}
 
 
-def _results(model: Any) -> dict[str, float]:
-    return {k: float(v) for k, v in model.get_metrics_result().items() if np.ndim(v) == 0}
+def _results(model: Any) -> dict[str, Any]:
+    """Numbers, and arrays of metrics that give one per class or threshold."""
+    found = {k: np.asarray(v) for k, v in model.get_metrics_result().items()}
+    return {k: v if v.ndim else float(v) for k, v in found.items()}
 
 
 def _assign(variables: list[Any], values: list[Any]) -> None:

@@ -47,7 +47,8 @@ def install() -> None:
         ("fit", _wrapper(reading.run)),
         ("fit", _wrapper(functools.partial(uneven.run, "train_step"))),
         ("evaluate", _wrapper(functools.partial(uneven.run, "test_step"))),
-        ("train_on_batch", weighting.holding),  # traced once: later calls need their own weight
+        # Traced once: later calls need their own weight.
+        ("train_on_batch", functools.partial(weighting.holding, in_loss=uneven.steps_plainly)),
     ):
         # Where it is defined: load_model takes a Model.compile of its own for a user's.
         owner = next(cls for cls in keras.Model.__mro__ if name in vars(cls))

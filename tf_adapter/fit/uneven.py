@@ -3,6 +3,7 @@
 `shard_dataset` marks a dataset whose parts may differ in size. `fit` and `evaluate` find the mark,
 and wrap the model's steps for as long as they run:
 
+- losses that are no means over samples are those of the whole batch, see `losses`;
 - the gradients of a training step are weighted by the number of samples, as by `zero.weight`;
 - a rank without samples, over which a model cannot average, runs the step on one row of zeros; its
   gradients become zeros, and metrics and statistics are restored.
@@ -17,53 +18,86 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from zerohvd.communication.rendezvous import Call
 from zerohvd.keras import compat
-from zerohvd.keras.fit import batches, counts
+from zerohvd.keras.fit import batches, counts, losses
 from zerohvd.keras.optimizer import entry, weighting
-from zerohvd.keras.optimizer.distributed import optimizer_of
+from zerohvd.keras.optimizer.distributed import optimizers_of
 
-# Dataset -> how many samples make a weight of 1.
-_marked: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
+
+class Parts(NamedTuple):
+    """How the batches of a dataset are shared among ranks."""
+
+    usual: float  # how many samples make a weight of 1
+    even: bool  # all parts have the same number of samples
+    process_set: Any  # the ranks that share
+
+
+_marked: weakref.WeakKeyDictionary[Any, Parts] = weakref.WeakKeyDictionary()
 # Where a Keras model keeps the function it has traced for a step.
 _TRACED = {"train_step": "train_function", "test_step": "test_function"}
+_fitting: list[Any] = []  # models whose `fit` is running
 
 
-def mark(dataset: tf.data.Dataset, usual: float) -> tf.data.Dataset:
+def mark(dataset: tf.data.Dataset, parts: Parts) -> tf.data.Dataset:
     """Have `fit` count the samples in batches of `dataset`, and of datasets made from it.
 
-    `usual` is how many samples a rank usually has in a batch, the same on all ranks: their weight
-    is exactly 1, which changes no gradient.
+    A rank that has as many samples as usual, the same on all ranks, has a weight of exactly 1,
+    which changes no gradient.
     """
-    _marked[dataset] = usual
+    _marked[dataset] = parts
     return dataset
 
 
-def usual_count(data: Any) -> float | None:
+def parts_of(data: Any) -> Parts | None:
     """What `data` was marked with, or what it was made from by repeat, prefetch and the like."""
     if not isinstance(data, tf.data.Dataset):
         return None
-    found = (usual_count(d) for d in compat.dataset_inputs(data))
+    found = (parts_of(d) for d in compat.dataset_inputs(data))
     return _marked.get(data) or next((f for f in found if f is not None), None)
+
+
+def steps_plainly(model: Any) -> bool:
+    """Whether the model's train_step is Keras' own."""
+    return compat.is_plain_step(getattr(model, "train_step", None))
 
 
 def run(step: str, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `fit` ("train_step") or `evaluate` ("test_step"), counting samples if data is marked."""
     given = inspect.signature(original).bind_partial(model, *args, **kwargs).arguments
-    optimizer = optimizer_of(model)
-    usual = usual_count(given.get("x")) if optimizer is not None else None
-    # In the first step ranks compare it anyway; later, ranks with and without counts deadlock.
-    if step == "train_step" and optimizer is not None:
-        _compare(optimizer, Call.FIT if usual is None else Call.FIT_COUNTED, counts.planned(given))
-    if usual is None:
+    optimizers = optimizers_of(model)
+    parts = parts_of(given.get("x")) if optimizers else None
+    trains = step == "train_step"
+    for optimizer in optimizers if trains else ():
+        if optimizer.step is not None:
+            optimizer.step.begins_with = None if parts is None else model.__dict__.get(_FIRST)
+        # In the first step ranks compare it anyway; later, ranks with and without counts deadlock.
+        counted = parts is not None and not parts.even
+        call = Call.FIT_COUNTED if counted else Call.FIT
+        _compare(optimizer, call, counts.planned(given))
+    # One rank alone may evaluate, but not validate in `fit`.
+    together = trains or any(model is m for m in _fitting)
+    if parts is None or (parts.even and not together):
         return original(model, *args, **kwargs)
-    with _counting(model, step, usual):
-        return original(model, *args, **kwargs)
+    _fitting.append(model if trains else None)
+    try:
+        with _counting(model, step, parts, together):
+            return original(model, *args, **kwargs)
+    finally:
+        _fitting.pop()
+
+
+# Where a model keeps the name of the first collective of its steps, if a loss begins with one.
+_FIRST = "_zero_first_collective"
+
+
+def _kind(parts: Parts, together: bool) -> str:
+    return f"_zero_{'even' if parts.even else 'counted'}{'_together' if together else ''}"
 
 
 def _compare(optimizer: Any, call: Call, mine: counts.Planned) -> None:
@@ -78,15 +112,15 @@ def _compare(optimizer: Any, call: Call, mine: counts.Planned) -> None:
 
 
 @contextlib.contextmanager
-def _counting(model: Any, step: str, usual: float) -> Iterator[None]:
+def _counting(model: Any, step: str, parts: Parts, together: bool) -> Iterator[None]:
     """Replace the model's step by one that counts samples, and its traced function likewise."""
-    traced, counted = _TRACED[step], f"_zero_counted_{step}"
+    traced, counted = _TRACED[step], f"{_kind(parts, together)}_{step}"
     plain, plain_traced = getattr(model, step), getattr(model, traced)
     own = model.__dict__.get(step)  # a step that the user has set on the instance
     # Not by setattr: Keras would track variables in what it is given.
     place = model.__dict__
     setattr(model, traced, place.get(counted))
-    place[step] = functools.partial(_step, model, plain, usual if step == "train_step" else None)
+    place[step] = functools.partial(_step, model, plain, parts, step == "train_step", together)
     try:
         yield
     finally:
@@ -100,17 +134,34 @@ def _counting(model: Any, step: str, usual: float) -> Iterator[None]:
 
 def forget(model: Any) -> None:
     """Drop traced functions: the model has been compiled again."""
-    for step in _TRACED:
-        model.__dict__.pop(f"_zero_counted_{step}", None)
+    for name in [n for n in model.__dict__ if n.startswith("_zero_")]:
+        del model.__dict__[name]
 
 
-def _step(model: Any, step: Callable[[Any], Any], usual: float | None, data: Any) -> Any:
+def _step(
+    model: Any, step: Callable[[Any], Any], parts: Parts, trains: bool, together: bool, data: Any
+) -> Any:
     count = _count(data)
-    with _losses_counted(model, count):
-        if usual is None:
-            return _without_trace(model, step, data, count)
-        with weighting.held(tf.cast(count, tf.float32) / usual):
-            return _without_trace(model, step, data, count)
+    weight = None if parts.even else tf.cast(count, tf.float32) / parts.usual
+    names: list[str] = []
+    with contextlib.ExitStack() as inside:
+        if together:
+            whole = losses.of_whole_batches(parts.process_set, count, weight)
+            names = inside.enter_context(whole)
+        if parts.even:
+            result = step(data)
+        else:
+            inside.enter_context(_losses_counted(model, count))
+            if trains:
+                plain = compat.is_plain_step(step)
+                inside.enter_context(weighting.held(weight, in_loss=plain))
+            result = _without_trace(model, step, data, count)
+    if trains:
+        model.__dict__[_FIRST] = names[0] if names else None
+        for optimizer in optimizers_of(model):
+            if optimizer.step is not None:
+                optimizer.step.begins_with = model.__dict__[_FIRST]
+    return result
 
 
 @contextlib.contextmanager

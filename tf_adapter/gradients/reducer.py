@@ -10,10 +10,9 @@ import tensorflow as tf
 from zerohvd.keras.communication.ordering import Window, after
 from zerohvd.keras.gradients import sparse
 from zerohvd.keras.params import buffers
-from zerohvd.keras.params.pieces import variable_path
 from zerohvd.keras.params.shards import ShardedVariables
-from zerohvd.layout import Bucket, Piece
-from zerohvd.training.present import agree_on_present, check_present
+from zerohvd.layout import Bucket, ParamSpec, Piece
+from zerohvd.training.present import Present, agree_on_present
 
 _Function = Callable[[Any], Any]
 
@@ -24,7 +23,7 @@ class GradReducer:
     Args:
         shards: The variables that the gradients belong to.
         reduce_dtype: The dtype in which gradients are sent; None: that of their bucket.
-        steps: How many steps are accumulated for an update.
+        steps: How many steps are accumulated for an update, at first.
         sharded_sums: Accumulate reduced gradients in these, one per piece; None: accumulate whole
             gradients in `local_sums`, and reduce once per update (stages 0 and 1).
     """
@@ -36,7 +35,8 @@ class GradReducer:
         steps: int,
         sharded_sums: Sequence[tf.Variable] | None,
     ) -> None:
-        self.shards, self.reduce_dtype, self.steps = shards, reduce_dtype, steps
+        self.shards, self.reduce_dtype = shards, reduce_dtype
+        self.accumulates = steps > 1  # whether there is memory for sums of gradients
         self.local_sums: list[tf.Variable] = []
         if steps > 1 and sharded_sums is None:
             with tf.init_scope():
@@ -45,32 +45,27 @@ class GradReducer:
                     for v in shards.variables
                 ]
         self._sums = self.local_sums if sharded_sums is None else sharded_sums
-        # Which variables get gradients; None until the first step, when the ranks compare.
-        self.present: frozenset[int] | None = None
-        # Which are frozen, and were not given to this step: not updated, as in Keras.
-        self.frozen: frozenset[int] = frozenset()
+        # What the ranks said of their gradients in the first step; None: it has not come yet.
+        self.present: Present | None = None
         self.weighted = False  # whether the last step that was called or traced had a weight
         self.window = Window(shards.layout)
 
-    def agree_on_present(self, grads: Sequence[Any], weighted: bool) -> bool:
+    def agree_on_present(self, grads: Sequence[Any], weighted: bool) -> Present | None:
         """Compare on all ranks, in the first step, which variables have gradients on any rank;
-        returns whether this was the first step."""
-        mine = [i for i, g in enumerate(grads) if g is not None]
-        first = self.present is None
-        if self.present is None:
-            with tf.init_scope():
-                ranks = self.shards.wire.eager
-                self.present = agree_on_present(ranks, mine, weighted=weighted)
-        check_present(mine, self.present, [variable_path(v) for v in self.shards.variables])
-        return first
-
-    def updates(self, param: int) -> bool:
-        """Whether the step changes the variable."""
-        return self.present is not None and param in self.present and param not in self.frozen
+        None in later steps, where a rank knows no more than its own."""
+        if self.present is not None and self.shards.wire.size > 1:
+            return None
+        with tf.init_scope():
+            rows = {i: g.indices.dtype.name for i, g in enumerate(grads) if sparse.is_rows(g)}
+            mine = [i for i, g in enumerate(grads) if g is not None]
+            ranks = self.shards.wire.eager
+            self.present = agree_on_present(ranks, mine, rows, weighted=weighted)
+        return self.present
 
     @property
     def weight_name(self) -> str:
-        """The name of the collective that adds up the ranks' weights."""
+        """The name of the collective that adds up the ranks' weights, and which gradients they
+        have."""
         return f"{self.shards.wire.prefix}/weight"
 
     # -- gradient accumulation --------------------------------------------------------------------
@@ -80,10 +75,10 @@ class GradReducer:
             if g is not None:
                 s.assign(s + tf.cast(g, s.dtype))
 
-    def means_with(self, grads: Sequence[Any]) -> list[Any]:
-        """The means over the accumulated steps and `grads`, the last one's."""
+    def means_with(self, grads: Sequence[Any], steps: int) -> list[Any]:
+        """The means over `steps` accumulated steps, of which `grads` are the last one's."""
         return [
-            None if g is None else (tf.cast(g, s.dtype) + s) / self.steps
+            None if g is None else (tf.cast(g, s.dtype) + s) / steps
             for g, s in zip(grads, self._sums, strict=True)
         ]
 
@@ -108,6 +103,9 @@ class Reduction:
             sparse.of_static_shape(g, v.shape) for g, v in zip(grads, variables, strict=True)
         ]
         self.heads = first_of(self.grads)
+        self._has = [g is not None for g in self.grads]
+        self._counts: Any = None  # how many ranks have a gradient of each variable
+        self._as_rows = True  # whether a gradient that is missing here may be rows elsewhere
         self._scale, self._weight = scale, weight
         self._weigh = _weighing(weight, in_loss)
         # What turns the sum over the ranks into their mean; None: 1, or not known yet.
@@ -117,9 +115,10 @@ class Reduction:
 
     def locally(self) -> list[Any]:
         """Gradients to be accumulated on this rank before `all` reduces their sum."""
+        self._as_rows = False
         found = [g if g is None else self._weigh(sparse.dense(g)) for g in self.grads]
         if self._weight is not None:
-            self._add_up_weights(self.heads)
+            self._add_up(self.heads)
             # The batches that are accumulated may differ in weight: each counts as one, as in
             # Keras, so each is divided by its own.
             found = [_scaled(g, self._factor) for g in found]
@@ -128,6 +127,22 @@ class Reduction:
             found = [g if g is None else g / tf.cast(self._scale, g.dtype) for g in found]
             self._scale = None
         return found
+
+    def given(self, param: int) -> Any:
+        """Whether any rank has a gradient of the variable: a bool, or a tensor where this rank has
+        none, once the first bucket has been reduced."""
+        if self._has[param] or self._wire.size == 1:
+            return self._has[param]
+        return self._counts[param] > 0
+
+    @property
+    def counts(self) -> Any:
+        """How many ranks have a gradient of each variable, once the first bucket is reduced."""
+        return self._counts
+
+    def take_counts(self, counts: Any) -> None:
+        """Replace `counts` by a tensor that is known outside of the branch that made them."""
+        self._counts = counts
 
     def all(self, grads: Sequence[Any]) -> list[Any]:
         """The mean gradient of each piece of this rank."""
@@ -150,22 +165,41 @@ class Reduction:
         def mean(total: Any) -> Any:
             # After the first bucket: every step begins with that collective, which is refused if
             # another rank saves (see `entry`), and nothing else may be in flight then.
-            self._add_up_weights([*self.heads, total])
+            self._add_up([*self.heads, total])
             return self._mean(total, pieces[0].dtype) if pieces else total
 
-        if sparse.applies(bucket, self._shards.layout.params[param], grads[param]):
+        spec = self._shards.layout.params[param]
+        if self._expects_rows(bucket, spec, grads[param]):
+            # The other ranks begin with the number of rows, and would wait for ours.
+            grads = list(grads)
+            grads[param] = self._no_rows(param, spec)
+        if sparse.applies(bucket, spec, grads[param]):
             together = [owned[0].joined(owned[-1])] if owned else []
             found = self._sparse(bucket, grads, together)
             if owned:
                 total, start = mean(found[0]), together[0].param_span.start
                 found = [buffers.cut(total, p.param_span.shift(-start)) for p in owned]
-            self._add_up_weights(self.heads)
+            self._add_up(self.heads)
         else:
             found = self._dense(bucket, grads, owned, mean)
         return [
-            tf.reshape(grad, piece.shape) if self._reducer.updates(piece.piece.param) else None
+            None if self.given(piece.piece.param) is False else tf.reshape(grad, piece.shape)
             for piece, grad in zip(pieces, found, strict=True)
         ]
+
+    def _expects_rows(self, bucket: Bucket, spec: ParamSpec, grad: Any) -> bool:
+        """Whether this rank lacks a gradient that others may send as rows."""
+        param, present = bucket.slots[0].param, self._reducer.present
+        missing = grad is None and self._as_rows and self._wire.size > 1
+        if not missing or present is None or not sparse.alone(bucket, spec):
+            return False
+        return present.expects_rows(param, bool(spec.group))
+
+    def _no_rows(self, param: int, spec: ParamSpec) -> sparse.Rows:
+        assert self._reducer.present is not None
+        indices = self._reducer.present.rows.get(param, "int32")
+        values = self._wire.live(tf.zeros([0, *spec.shape[1:]], spec.dtype))
+        return sparse.Rows(values, tf.zeros([0], indices), spec.shape)
 
     def _mean(self, total: Any, dtype: Any) -> Any:
         total = _scaled(tf.cast(total, dtype), self._factor)
@@ -190,8 +224,9 @@ class Reduction:
     ) -> list[Any]:
         """The gradient of each piece, after `mean` has been applied to the sum over the ranks."""
         shards, wire, dtype = self._shards, self._wire, self._dtype(bucket)
+        params = shards.layout.params
         flats = {
-            slot.param: tf.reshape(sparse.dense(grads[slot.param]), [-1])
+            slot.param: tf.reshape(sparse.dense(grads[slot.param]), [params[slot.param].numel])
             for slot in bucket.slots
             if grads[slot.param] is not None
         }
@@ -210,21 +245,25 @@ class Reduction:
         else:
             name = shards.name_of(bucket, "reducescatter")
             reduced = wire.reducescatter(packed, bucket.lengths, name)
-        if not any(self._reducer.updates(p.param) for p in pieces):
+        if not pieces:
             wire.keep(reduced)
         # TensorFlow scales the whole tensor in place; slices of it would be copied.
         reduced = mean(reduced)
         start = bucket.span(shards.rank).start
         return [buffers.cut(reduced, p.bucket_span.shift(-start)) for p in pieces]
 
-    def _add_up_weights(self, wait_for: Sequence[Any]) -> None:
-        """Agree on the factor, once per step."""
-        if self._weight is None or self._factor is not None:
+    def _add_up(self, wait_for: Sequence[Any]) -> None:
+        """Add up, once per step, the weights, and how many ranks have which gradient."""
+        if self._counts is not None or (self._wire.size == 1 and self._weight is None):
             return
+        weight = [] if self._weight is None else [self._weight]
+        mine = tf.stack([*weight, *(float(has) for has in self._has)])
         with after(wait_for):
-            total = self._wire.allreduce(tf.reshape(self._weight, [1]), self._reducer.weight_name)
+            total = self._wire.add_flags(mine, self._reducer.weight_name)
         self._wire.keep(total)
-        self._factor = tf.math.divide_no_nan(1.0, total[0])
+        self._counts = total[len(weight) :]
+        if weight:
+            self._factor = tf.math.divide_no_nan(1.0, total[0])
 
 
 def first_of(grads: Sequence[Any]) -> list[Any]:

@@ -52,10 +52,19 @@ def of_static_shape(grad: Any, shape: Any) -> Any:
     return Rows(values, tf.reshape(grad.indices, [-1]), shape)
 
 
+def is_rows(grad: Any) -> bool:
+    """Whether a gradient comes as rows of a table."""
+    return isinstance(grad, (Rows, tf.IndexedSlices))
+
+
+def alone(bucket: Bucket, spec: ParamSpec) -> bool:
+    """Whether the bucket holds nothing but the whole of this variable."""
+    return len(bucket.slots) == 1 and bucket.slots[0].length == spec.numel
+
+
 def applies(bucket: Bucket, spec: ParamSpec, grad: Any) -> bool:
     """Whether the bucket holds nothing but a variable whose gradient came as rows."""
-    alone = len(bucket.slots) == 1 and bucket.slots[0].length == spec.numel
-    return alone and isinstance(grad, Rows)
+    return alone(bucket, spec) and isinstance(grad, Rows)
 
 
 def reduce(

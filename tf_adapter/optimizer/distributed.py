@@ -27,6 +27,7 @@ from zerohvd.keras.params.pieces import (
     initialized,
     owned_pieces,
     tf_variable,
+    variable_path,
 )
 from zerohvd.keras.params.shards import specs_of
 from zerohvd.launchers import check_ranks
@@ -233,20 +234,16 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         if self.step is None:
             _leave_to_second_trace()
             return
-        given = [self.step.index_of(variable) for variable in trainable_variables]
         aligned: list[Any] = [None] * len(self.step.variables)
+        given = [self.step.index_of(variable) for variable in trainable_variables]
         for index, grad in zip(given, grads, strict=True):
             aligned[index] = grad
+        _check_once(given, trainable_variables)
         weight = weighting.take()
-        reducer = self.step.reducer
-        if reducer.agree_on_present(aligned, weight is not None):
-            present = [True if i in reducer.present else None for i in range(len(aligned))]
-            compat.check_any_gradient(self, present, self.step.variables)
-        reducer.frozen = frozenset(
-            index
-            for index, variable in enumerate(self.step.variables)
-            if index not in given and not variable.trainable
-        )
+        present = self.step.reducer.agree_on_present(aligned, weight is not None)
+        if present is not None:
+            found = [True if i in present.params else None for i in given]
+            compat.check_any_gradient(self, found, trainable_variables)
         with tf.name_scope(self.name), explained():
             self.step.run(aligned, scaler, weight, weighting.is_in_loss(self))
 
@@ -259,13 +256,16 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
 
     @property
     def variables(self) -> list[Any]:
-        """This rank's state: counters, the learning rate and its shards of the slots."""
+        """This rank's state: counters, the learning rate and its shards of the slots.
+
+        The slots of all ranks together are `zero.plain_optimizer(opt).variables`.
+        """
         own = [] if self.scaler is None else compat.scaler_variables(self.scaler)
         return [*own, *self.inner_optimizer.variables]
 
     def scale_loss(self, loss: Any) -> Any:
         loss = (self.scaler or self.inner_optimizer).scale_loss(loss)
-        if not weighting.holds():
+        if not weighting.may_enter_loss():
             return loss
         # Multiplies one number, instead of all gradients later.
         weighting.put_into_loss(self)
@@ -280,7 +280,21 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         # Python calls this for what is found nowhere else: beta_1, momentum and the like.
         if name.startswith("_") or "inner_optimizer" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.inner_optimizer, name)
+        return getattr(self._part_with(name), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # `opt.momentum = 0.5` means the inner optimizer, which is the one that reads it.
+        own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
+        if not own and "inner_optimizer" in self.__dict__ and hasattr(self._part_with(name), name):
+            setattr(self._part_with(name), name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _part_with(self, name: str) -> Any:
+        """The inner optimizer, or the scaler if only that one has the attribute."""
+        scaler = self.__dict__.get("scaler")
+        inner = self.inner_optimizer
+        return scaler if not hasattr(inner, name) and hasattr(scaler, name) else inner
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -293,10 +307,11 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         """Raise if saving would store this rank's shard as if it were the whole state."""
         if self.is_sharded and self.saved_state is None:
             raise ShardedStateError(
-                "model.save() would store this rank's share of the optimizer state as if it "
-                "were everything. Call zero.save_model(model, path) on all ranks instead "
-                "(rank 0 writes), add zero.callbacks.Checkpoint(path) to fit, or store the "
-                "weights alone with model.save_weights(path), which any rank can do."
+                "this would store or copy this rank's share of the optimizer state as if it were "
+                "everything. Call zero.save(folder, model) or zero.save_model(model, path) on all "
+                "ranks instead (rank 0 writes the file), add zero.callbacks.Checkpoint(path) to "
+                "fit, or store the weights alone, which any rank can do: "
+                "model.save_weights(path). zero.plain_optimizer(opt) gives the whole state."
             )
 
     def save_own_variables(self, store: Any) -> None:
@@ -350,6 +365,13 @@ def optimizer_of(model: Any) -> DistributedOptimizer | None:
     return unwrap(getattr(model, "optimizer", None))
 
 
+def optimizers_of(model: Any) -> list[DistributedOptimizer]:
+    """All DistributedOptimizers that `model` has, be it compiled with them or not: a train_step of
+    its own may use several, which are attributes then."""
+    found = [unwrap(part) for part in (getattr(model, "optimizer", None), *vars(model).values())]
+    return list({id(o): o for o in found if o is not None}.values())
+
+
 def ranks_of(model: Any) -> Collectives:
     """Eager collectives of the ranks that train `model`."""
     optimizer = optimizer_of(model)
@@ -386,6 +408,16 @@ def _delegate(name: str) -> property:
 
 for _name in _DELEGATED:
     setattr(DistributedOptimizer, _name, _delegate(_name))
+compat.before_checkpoints(DistributedOptimizer, DistributedOptimizer.check_savable)
+
+
+def _check_once(given: Sequence[int], variables: Sequence[Any]) -> None:
+    if len(set(given)) < len(given):
+        twice = [v for i, v in zip(given, variables, strict=True) if given.count(i) > 1]
+        raise ValueError(
+            f"{variable_path(twice[0])!r} is given twice in one step; add up its gradients, or "
+            "apply them one after the other"
+        )
 
 
 def _check_inner(optimizer: Any, config: ZeroConfig) -> None:

@@ -74,6 +74,8 @@ def meet_first(process_set: Any, numbers: Sequence[int]) -> list[list[int]]:
 def _first_operation(step: ShardedStep) -> str:
     """The name of every step's first collective, unless the first bucket is a sparse table."""
     wire, bucket = step.wire, step.layout.buckets[0]
+    if step.begins_with is not None:
+        return "HorovodAllreduce" if step.eager else step.begins_with
     if step.reducer.local_sums and step.reducer.weighted:
         return "HorovodAllreduce" if step.eager else step.reducer.weight_name
     narrow = tf.as_dtype(step.config.reduce_dtype or bucket.dtype).size == 2

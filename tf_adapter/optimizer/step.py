@@ -49,6 +49,8 @@ class ShardedStep(ShardedVariables):
         sums = compat.accumulated_gradients(inner) if steps > 1 and config.stage > 1 else None
         self.reducer = GradReducer(self, config.reduce_dtype, steps, sums)
         self.eager = False  # whether the last step was called eagerly, or traced, as in `fit`
+        # The collective that a step begins with, if that is none of the optimizer's own.
+        self.begins_with: str | None = None
         self._heads: list[Any] = []
         self._one_call = compat.updates_together(inner)
 
@@ -75,9 +77,9 @@ class ShardedStep(ShardedVariables):
         with after(self._heads):
             self.wire.step.assign_add(1)
         if self._pipelined(scaler):
-            self._finish(self._reduce_and_update(reduction))
+            self._finish(self._reduce_and_update(reduction), reduction)
             return
-        local = bool(self.reducer.local_sums)
+        local = bool(self.reducer.local_sums) and self._steps > 1
         reduced = reduction.locally() if local else reduction.all(reduction.grads)
         if scaler is None:
             self._accumulate_or_update(reduced, reduction)
@@ -95,10 +97,21 @@ class ShardedStep(ShardedVariables):
 
         tf.cond(loss_scale.all_finite(reduced, self.wire), finite_step, skipped_step)
 
+    @property
+    def _steps(self) -> int:
+        """How many steps are accumulated for an update; may be set during training, as in Keras."""
+        steps = self.inner.gradient_accumulation_steps or 1
+        if steps > 1 and not self.reducer.accumulates:
+            raise ValueError(
+                f"gradient_accumulation_steps={steps} was set after the optimizer was built, which "
+                "has made no memory for sums: give it to the optimizer when you create it"
+            )
+        return int(steps)
+
     def _pipelined(self, scaler: Any) -> bool:
         """Whether a bucket may be updated before the next one has been reduced."""
         needs_all = clipping.needs_norms(self.inner, self.config) or self._one_call
-        return scaler is None and self.reducer.steps == 1 and not needs_all
+        return scaler is None and self._steps == 1 and not needs_all
 
     def _reduce_and_update(self, reduction: Reduction) -> list[Any]:
         """Reduce, update and gather bucket by bucket; returns operations to wait for."""
@@ -113,7 +126,7 @@ class ShardedStep(ShardedVariables):
             reduced = clipping.by_value(reduced, self.inner)
             pieces = self.pieces_in(bucket)
             with window.after(done), after(first_of(reduced)):
-                update.run(pieces, reduced, rate)
+                update.run(pieces, reduced, rate, reduction.given)
             updated.append([piece.read_value() for piece in pieces])
             done.append(self._gather_after(done, bucket, assembly))
         return done
@@ -121,26 +134,34 @@ class ShardedStep(ShardedVariables):
     def _accumulate_or_update(self, grads: Sequence[Any], reduction: Reduction) -> None:
         """Given gradients known to be finite, or not scaled."""
         reducer = self.reducer
-        if reducer.steps == 1:
-            self._finish(self._update(self._clip(grads)))
+        steps, local = self._steps, bool(reducer.local_sums)
+        if steps == 1:
+            self._finish(self._update(self._clip(grads), reduction), reduction)
             return
-        due = tf.equal((compat.iterations(self.inner).value + 1) % reducer.steps, 0)
+        due = tf.equal((compat.iterations(self.inner).value + 1) % steps, 0)
+
+        def counts() -> Any:
+            found = reduction.counts
+            return tf.zeros([len(self.variables)]) if found is None else tf.identity(found)
 
         def update() -> Any:
             with self.wire.traffic.branch("update"):
-                means = reducer.means_with(grads)
-                if reducer.local_sums:
+                means = reducer.means_with(grads, steps)
+                if local:
                     means = reduction.all(means)
-                done = self._update(self._clip(means))
+                done = self._update(self._clip(means), reduction)
             with after(done):
                 reducer.clear()
-            return tf.constant(True)
+            return counts()
 
         def accumulate() -> Any:
             reducer.accumulate(grads)
-            return tf.constant(False)
+            return counts() if known else tf.zeros([len(self.variables)])
 
-        self._finish([tf.cond(due, update, accumulate)])
+        known = reduction.counts is not None
+        seen = tf.cond(due, update, accumulate)
+        reduction.take_counts(seen)
+        self._finish([seen], reduction)
 
     def _clip(self, grads: Sequence[Any]) -> list[Any]:
         if not clipping.needs_norms(self.inner, self.config):
@@ -149,20 +170,20 @@ class ShardedStep(ShardedVariables):
         params = [p.piece.param for p in self.pieces]
         return clipping.by_norm(grads, params, len(self.variables), self.inner, self.config, wire)
 
-    def _update(self, grads: Sequence[Any]) -> list[Any]:
+    def _update(self, grads: Sequence[Any], reduction: Reduction) -> list[Any]:
         """Update all pieces and gather every bucket; returns operations to wait for."""
         update = PieceUpdate(self.inner)
         with after(first_of(grads)):
             rate = self.inner.learning_rate
             if self._one_call:
-                update.run(self.pieces, grads, rate)
+                update.run(self.pieces, grads, rate, reduction.given)
         assembly = self.assembly()
         done: list[Any] = []
         for bucket in self.layout.buckets:
             if not self._one_call:
                 with self.reducer.window.after(done):
                     mine = [grads[i] for i in self.indices_in(bucket)]
-                    update.run(self.pieces_in(bucket), mine, rate)
+                    update.run(self.pieces_in(bucket), mine, rate, reduction.given)
             done.append(self._gather_after(done, bucket, assembly))
         return done
 
@@ -171,17 +192,15 @@ class ShardedStep(ShardedVariables):
         with after(done[-1:]):
             return self.gather(bucket, assembly, self._data())
 
-    def _finish(self, done: Sequence[Any]) -> None:
+    def _finish(self, done: Sequence[Any], reduction: Reduction) -> None:
         """What Keras does after the update, in Keras' order."""
         with after(done):
             if self.inner.use_ema:
                 done = averages.update(self.inner, self)
         with after(done):
             for index, variable in enumerate(self.variables):
-                constraint = getattr(variable, "constraint", None)
-                if constraint is not None and self.reducer.updates(index):
-                    native = tf_variable(variable)
-                    native.assign(constraint(tf.convert_to_tensor(native)))
+                if getattr(variable, "constraint", None) is not None:
+                    _constrain(variable, reduction.given(index))
             compat.iterations(self.inner).assign_add(1)
 
     def _data(self) -> list[Any]:
@@ -196,3 +215,13 @@ class ShardedStep(ShardedVariables):
     def local_sums(self) -> list[tf.Variable]:
         """Gradients that stages 0 and 1 accumulate on each rank, one per variable."""
         return self.reducer.local_sums
+
+
+def _constrain(variable: Any, given: Any) -> None:
+    """Apply the variable's constraint if it has been `given`: a bool or a tensor."""
+    native = tf_variable(variable)
+    if given is True:
+        native.assign(variable.constraint(tf.convert_to_tensor(native)))
+    elif given is not False:
+        value = tf.convert_to_tensor(native)
+        native.assign(tf.cond(given, lambda: variable.constraint(value), lambda: value))

@@ -13,7 +13,7 @@ _outside: list[tf.Variable] = []  # holds the last weight that was announced out
 
 held = _announced.during
 holding = _announced.holding
-holds = _announced.holds
+may_enter_loss = _announced.may_enter_loss
 clear = _announced.clear
 put_into_loss = _announced.put_into_loss
 is_in_loss = _announced.is_in_loss

@@ -23,7 +23,7 @@ class Snapshot(NamedTuple):
 
     state: list[Array]
     aggregation: list[str]  # of each state: "sum", "mean" or "only_first_replica"
-    results: dict[str, float]
+    results: dict[str, Array]  # numbers, or one per class or threshold
     samples: float  # in the loss; 0: they are not counted
 
 
@@ -31,7 +31,7 @@ class Joint(NamedTuple):
     """The same over all ranks."""
 
     state: list[Array]
-    means: dict[str, float]  # of the numbers in the logs
+    means: dict[str, Any]  # of the numbers and arrays in the logs
     metrics: set[str]  # the numbers in the logs that are results of metrics, on all ranks
 
 
@@ -44,25 +44,33 @@ def add_up(here: Snapshot, logs: Mapping[str, Any], ranks: Collectives, name: st
     names = [n for n in here.results if n in logs]
     names += sorted(n for n, v in logs.items() if n not in here.results and np.ndim(v) == 0)
     _compare(names, here, ranks, name)
-    mine = np.array([float(logs[n]) for n in names], np.float64)
-    known = [_is_result(here, n, v) for n, v in zip(names, mine, strict=True)]
+    values = [np.asarray(logs[n], np.float64) for n in names]
+    known = [_is_result(here, n, v) for n, v in zip(names, values, strict=True)]
+    mine = np.concatenate([np.ravel(v) for v in values]) if values else np.zeros(0)
     # A mean of no samples may be NaN, and must not spoil those of other ranks.
     counted = mine * here.samples if here.samples > 0 else np.zeros_like(mine)
     state = [_share(*s, ranks) for s in zip(here.state, here.aggregation, strict=True)]
     parts = [np.array(known, np.float64), mine, counted, np.array([here.samples]), *state]
     everywhere, plain, total, samples, *joint = _sum(parts, ranks, name)
-    means = total / samples if samples[0] > 0 else plain / ranks.size
+    means = np.split(
+        total / samples if samples[0] > 0 else plain / ranks.size,
+        np.cumsum([v.size for v in values])[:-1],
+    )
     return Joint(
         [x.astype(like.dtype) for x, like in zip(joint, here.state, strict=True)],
-        {n: float(mean) for n, mean in zip(names, means, strict=True)},
+        {
+            n: mean.reshape(v.shape) if v.ndim else float(mean[0])
+            for n, mean, v in zip(names, means, values, strict=False)
+        },
         {n for n, count in zip(names, everywhere, strict=True) if count == ranks.size},
     )
 
 
-def _is_result(here: Snapshot, name: str, value: float) -> bool:
-    if name not in here.results:
+def _is_result(here: Snapshot, name: str, value: Array) -> bool:
+    result = here.results.get(name)
+    if result is None or np.shape(result) != value.shape:
         return False
-    return bool(np.isclose(float(here.results[name]), value, rtol=1e-6, atol=0, equal_nan=True))
+    return bool(np.allclose(result, value, rtol=1e-6, atol=0, equal_nan=True))
 
 
 def _share(value: Array, aggregation: str, ranks: Collectives) -> Array:

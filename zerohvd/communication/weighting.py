@@ -33,6 +33,7 @@ class Announced:
     def __init__(self) -> None:
         self.value: Any = None
         self.held = False
+        self._may_enter_loss = True
         self._in_loss: set[int] = set()  # ids of the optimizers whose loss contains the weight
 
     def announce(self, value: Any, *, held: bool = False) -> None:
@@ -51,30 +52,38 @@ class Announced:
         self._in_loss.clear()
 
     @contextlib.contextmanager
-    def during(self, value: Any) -> Iterator[None]:
-        """Announce the weight of all steps of all optimizers inside."""
+    def during(self, value: Any, *, in_loss: bool = True) -> Iterator[None]:
+        """Announce the weight of all steps of all optimizers inside.
+
+        `in_loss` is whether a loss may be multiplied with it: not where several optimizers may take
+        gradients of one loss, and those that did not multiply it would count the weight twice.
+        """
         self.announce(value, held=True)
+        self._may_enter_loss = in_loss
         try:
             yield
         finally:
             self.clear()
 
-    def holding(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def holding(
+        self, original: Callable[..., Any], in_loss: Callable[..., bool]
+    ) -> Callable[..., Any]:
         """Wrap a function so that an announced weight holds inside: a framework that traces steps
-        may call one twice."""
+        may call one twice. `in_loss` is asked with the function's first argument."""
 
         @functools.wraps(original)
         def function(*args: Any, **kwargs: Any) -> Any:
             if self.value is None:
                 return original(*args, **kwargs)
-            with self.during(self.value):
+            with self.during(self.value, in_loss=in_loss(args[0])):
                 return original(*args, **kwargs)
 
         return function
 
-    def holds(self) -> bool:
-        """Whether there is a weight that stays until its `during` ends."""
-        return self.held and self.value is not None
+    def may_enter_loss(self) -> bool:
+        """Whether there is a weight that stays until its `during` ends, and that a loss may be
+        multiplied with."""
+        return self.held and self.value is not None and self._may_enter_loss
 
     def put_into_loss(self, optimizer: object) -> None:
         """Note that the optimizer's loss has been multiplied with the weight."""

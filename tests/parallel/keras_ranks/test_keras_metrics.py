@@ -86,6 +86,34 @@ def test_metrics_of_uneven_datasets(last, weighted):
     world.assert_same(world.weights(ours), world.weights(plain), bitwise=False, tolerance=2e-6)
 
 
+def test_metrics_with_a_result_per_class_or_threshold():
+    results = []
+    x, y, _ = samples(2 * BATCH + 1)
+    y = np.eye(CLASSES, dtype="float32")[y]
+    for distributed in (False, True):
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.Input((7,)), keras.layers.Dense(CLASSES, "softmax")])
+        optimizer = keras.optimizers.SGD(0.1)
+        metrics = [
+            keras.metrics.F1Score(name="f1"),
+            keras.metrics.Recall(thresholds=[0.2, 0.5], name="recall"),
+            keras.metrics.R2Score(class_aggregation=None, name="r2"),
+            keras.metrics.AUC(name="auc"),
+        ]
+        model.compile(
+            zero.DistributedOptimizer(optimizer) if distributed else optimizer, "mse",
+            metrics=metrics,
+        )  # fmt: skip
+        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+        data = zero.shard_dataset(data) if distributed else data
+        history = model.fit(
+            data, validation_data=data, epochs=2, verbose=0,
+            callbacks=[zero.callbacks.MetricAverage()] if distributed else [],
+        )  # fmt: skip
+        results.append(history.history)
+    assert_reported_alike(results[1], results[0])
+
+
 def test_a_dataset_of_one_sample():
     (got, _), (expected, _) = (fitted(d, lambda: batches(1, False)) for d in (True, False))
     assert_reported_alike(got.history, expected.history)

@@ -1,6 +1,8 @@
 """What ranks hold and move, what is saved, and what is refused."""
 
+import copy
 import functools
+import pickle
 
 import horovod.tensorflow as hvd
 import keras
@@ -127,6 +129,52 @@ def test_model_save_refuses_to_store_a_shard(tmp_path):
         zero.save_model(model, tmp_path / "all.h5")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.h5", "m.keras", "w.weights.h5"]
     model.save(tmp_path / "m.h5", include_optimizer=False)
+
+
+WAYS_TO_COPY = {
+    "checkpoint": lambda m, path: tf.train.Checkpoint(optimizer=m.optimizer).save(path),
+    "write": lambda m, path: tf.train.Checkpoint(opt=m.optimizer, model=m).write(path),
+    "model": lambda m, path: tf.train.Checkpoint(model=m).save(path),
+    "manager": lambda m, path: tf.train.CheckpointManager(
+        tf.train.Checkpoint(step=tf.Variable(1), parts=[m.optimizer]), path, 3
+    ).save(),
+    "pickle": lambda m, path: pickle.dumps(m.optimizer),
+    "pickled model": lambda m, path: pickle.dumps(m),
+    "deepcopy": lambda m, path: copy.deepcopy(m.optimizer),
+    "own variables": lambda m, path: m.optimizer.save_own_variables({}),
+}
+
+
+@pytest.mark.parametrize("scaled", [False, True] if world.SIZE == 2 else [False])
+def test_nothing_takes_a_shard_for_the_whole_state(scaled, tmp_path):
+    wrap = keras.optimizers.LossScaleOptimizer if scaled else (lambda inner: inner)
+    model, _ = trained(wrap(keras.optimizers.Adam(0.01)))
+    for name, store in WAYS_TO_COPY.items():
+        path = str(tmp_path / name.replace(" ", "_"))
+        if world.SIZE == 1:
+            store(model, path)
+            continue
+        with pytest.raises(zero.ShardedStateError, match=r"zero\.save"):
+            store(model, path)
+    if world.SIZE > 1:
+        assert not list(tmp_path.rglob("*.index"))
+    before = world.weights(model)
+    weights = tf.train.Checkpoint(variables=model.variables).save(str(tmp_path / "weights"))
+    model.fit(*world.batch(1), batch_size=world.PER_RANK, verbose=0)
+    tf.train.Checkpoint(variables=model.variables).restore(weights).assert_consumed()
+    world.assert_same(world.weights(model), before)
+
+
+@world.at_two_ranks
+def test_whole_states_are_copied_and_stored_by_tensorflow(tmp_path):
+    """Stage 0, where every rank holds everything."""
+    model, optimizer = trained(keras.optimizers.Adam(0.01), stage=0)
+    state = [v.numpy() for v in optimizer.variables]
+    stored = tf.train.Checkpoint(model=model, optimizer=optimizer).save(str(tmp_path / "all"))
+    model.fit(*world.batch(1), batch_size=world.PER_RANK, verbose=0)
+    tf.train.Checkpoint(model=model, optimizer=optimizer).restore(stored).assert_consumed()
+    for variable, value in zip(optimizer.variables, state, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
 
 
 @world.at_two_ranks
