@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from zerohvd.communication import weighting
 from zerohvd.communication.instances import agree_on_instance
 from zerohvd.communication.rendezvous import Call, Rendezvous
 from zerohvd.communication.rounds import check_passes
@@ -96,6 +94,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             prefix=self.prefix,
             average=average,
             before_rest=None if self.units is None else self.units.settle,
+            synchronize=unless_gone(self.synchronize),
         )
         self._skip_synchronize = False
         self._is_made = False
@@ -305,13 +304,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """`step()` inside does not synchronize: gradients are as `synchronize()` left them."""
-        if self.config.stage > 0 and not self.gradients.clipped:
-            warnings.warn(
-                "after synchronize() the reduced gradients are those of opt.param_groups; the "
-                "model's own are gone, so torch.nn.utils.clip_grad_norm_(model.parameters()) did "
-                "nothing. Call opt.clip_grad_norm_() instead.",
-                stacklevel=3,
-            )
         self._skip_synchronize = True
         try:
             yield
@@ -333,7 +325,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(
-        self, closure: Callable[[], Any] | None = None, *, weight: float | None = None
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        weight: float | None = None,
+        **options: Any,
     ) -> Any:
         """Reduce what is left to reduce, update this rank's shard, and share the new parameters.
 
@@ -341,6 +337,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             closure: Computes the loss and its gradients; called once, before anything else.
             weight: How much this rank's gradients count. They must not have left yet: say
                 `zero.weight(n)` before the backward pass, or run it under `no_sync()`.
+            options: For the inner optimizer's own `step()`.
 
         Returns:
             What `closure` returned.
@@ -351,6 +348,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "different steps: write scaler = zero.GradScaler(...) in its place, with the same "
                 "arguments; a scaler class of your own derives from zero.GradScaler"
             )
+        try:
+            return self._step(closure, weight, options)
+        except BaseException:
+            self.gradients.use_up_weight()
+            raise
+
+    def _step(
+        self, closure: Callable[[], Any] | None, weight: float | None, options: dict[str, Any]
+    ) -> Any:
         if weight is not None:
             self.gradients.announce(weight)
         loss = None
@@ -363,18 +369,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
         for section in self.sections:
             section.check_in_place()
+            section.check_gradients()
         if self.units is not None and self.gradients.synchronized:
             self.units.settle()  # the model may have run since; what it gathered is out of date
         if self.config.grad_clip is not None:
             self.clip_grad_norm_(self.config.grad_clip)
-        self._update()
+        self._update(options)
         self.gradients.end()
         self._loaded = None
         if self.units is not None:
             self.units.loaded = {}
         if self._sharing is not None:
             self._sharing.steps += 1
-        weighting.clear()
         return loss
 
     def _changing(self) -> contextlib.AbstractContextManager[Any]:
@@ -383,20 +389,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return contextlib.nullcontext()
         return self._sharing.guard.changing()
 
-    def _update(self) -> None:
+    def _update(self, options: dict[str, Any]) -> None:
         if not self.gradients.synchronized:
             self._adopt_unfrozen()
             self.gradients.send_rest()
             if self.gradients.weight is not None:
                 self.gradients.await_reduced()  # the sum of all weights comes before any update
+        if self.gradients.synchronized:
+            for section in self.sections:
+                section.drop_unwanted()
         self.gradients.sentinel.grad = None
-        split = update.can_be_split(self.inner)
+        split = update.can_be_split(self.inner) and not options
         if not split:  # its step() or hooks may keep gradients
             for section in self.sections:
                 section.reducer.show_to_user()
         waves = update.plan_waves(self.sections, self.offload, split=split)
+        synchronized = self.gradients.synchronized
         with self._changing():  # all ranks have come to this step
-            update.run(waves, self.inner, self.offload, synchronized=self.gradients.synchronized)
+            update.run(waves, self.inner, self.offload, options, synchronized=synchronized)
         for section in self.sections:
             section.reducer.drop_full()
         self._note_written()

@@ -28,15 +28,18 @@ class Announced:
 
     Attributes:
         held: A step that takes the weight does not use it up.
+        number: How many weights have been announced so far.
     """
 
     def __init__(self) -> None:
         self.value: Any = None
+        self.number = 0
         self.held = False
         self._in_loss: set[int] = set()  # ids of the optimizers whose loss contains the weight
 
     def announce(self, value: Any, *, held: bool = False) -> None:
         self.value, self.held = value, held
+        self.number += 1
 
     def take(self) -> Any:
         """Return the weight, and forget it unless it is held."""
@@ -96,8 +99,9 @@ class weight:
     Gradients are averages over the rank's own batch; with the number of its samples as the
     weight, the result equals one process on the union of all samples. A rank without a batch
     gives 0 and skips its backward pass, but not `opt.step()`. Every rank has to give a weight.
+    It counts for the next step of each optimizer, whether that step succeeds or not.
 
-        zero.weight(len(batch))                       # until the next opt.step()
+        zero.weight(len(batch))                       # for the next opt.step()
         with zero.weight(len(batch)): loss.backward() # the same
     """
 
@@ -123,28 +127,49 @@ class weight:
         return f"zero.weight({self.value:g})"
 
 
-def announced() -> float | None:
-    """Return the weight of the step to come, None if none has been announced."""
-    value: float | None = _announced.value
-    return value
-
-
 def clear() -> None:
     """Forget an announced weight."""
     _announced.clear()
 
 
-def check_unchanged(used: float | None) -> None:
-    """Raise if the announced weight is not the one gradients of this step have left with.
+class StepWeights:
+    """The weights of one optimizer's steps: what is announced counts for one step of each.
 
-    A weight that came too late, or changed, would be ignored silently.
+    Attributes:
+        value: Of the step under way; None: all ranks count alike, or no step has begun.
     """
-    value = announced()
-    if value == used:
-        return
-    said = "no weight" if value is None else f"zero.weight({value:g})"
-    left = "no weight" if used is None else f"weight {used:g}"
-    raise ValueError(
-        f"{said} came after gradients of this step had left with {left}. Give one weight per "
-        "step, before its first backward pass"
-    )
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+        self._used = _announced.number  # what was said before this optimizer was made is not for it
+        self._begun = False
+
+    def begin(self) -> float | None:
+        """Return the weight of the step under way; the first call takes the announced one."""
+        if not self._begun:
+            self._begun = True
+            is_new = _announced.number > self._used
+            self._used = _announced.number
+            self.value = _announced.value if is_new else None
+        return self.value
+
+    def give(self, value: float) -> None:
+        """Set the weight of this optimizer's step, which has not begun: no other one sees it."""
+        self.value, self._begun, self._used = value, True, _announced.number
+
+    def check_unchanged(self) -> None:
+        """Raise if another weight has been announced since gradients of this step have left: it
+        would be ignored silently."""
+        value: float | None = _announced.value
+        if _announced.number == self._used or value is None or value == self.value:
+            return
+        left = "no weight" if self.value is None else f"weight {self.value:g}"
+        raise ValueError(
+            f"zero.weight({value:g}) came after gradients of this step had left with {left}. Give "
+            "one weight per step, before its first backward pass"
+        )
+
+    def end(self) -> None:
+        """The step is over, applied or not."""
+        self.begin()
+        self.value, self._begun = None, False

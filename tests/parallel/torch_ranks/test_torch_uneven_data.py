@@ -101,6 +101,52 @@ def test_weights_on_some_ranks_only_are_an_error_on_all():
         opt.step()
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_two_optimizers_over_one_backward_pass_use_the_weight(stage):
+    model = make_model(cls=MatrixNet)
+    body = [*model.embed.parameters(), *model.up.parameters()]
+    opts = [
+        zero.DistributedOptimizer(sgd(part), stage=stage, bucket_bytes=300)
+        for part in (body, list(model.head.parameters()))
+    ]
+    for step in range(3):
+        count = samples_of(step, hvd.rank()) if hvd.size() > 1 else samples_of(step, 1)
+        for opt in opts:
+            opt.zero_grad()
+        zero.weight(count)
+        if count:
+            loss_of(model, batch(step, hvd.rank(), count)).backward()
+        for opt in opts:
+            opt.step()
+    if hvd.size() > 1:
+        assert_same(on_all_samples(), model, exact=False)
+    assert_replicated(model)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_weight_of_a_step_that_failed_is_used_up(stage):
+    model = make_model(cls=MatrixNet)
+    opt = distribute(model, sgd(model.parameters()), stage=stage)
+    zero.weight(0)
+    with pytest.raises(ValueError, match="weight 0"):
+        opt.step()
+    zero.weight(1 + 5 * hvd.rank())
+    with pytest.raises(KeyError):
+        opt.step(lambda: {}["no such loss"])
+    opt.zero_grad()
+    expected = make_model(cls=MatrixNet)
+    theirs = hvd.DistributedOptimizer(
+        sgd(expected.parameters()), named_parameters=expected.named_parameters()
+    )
+    other = make_model(cls=MatrixNet)
+    new = distribute(other, sgd(other.parameters()), stage=stage)
+    for net, each in ((expected, theirs), (model, opt), (other, new)):
+        loss_of(net, batch(0, hvd.rank())).backward()
+        each.step()
+    assert_same(expected, model, exact=False, tol=1e-7)
+    assert_same(expected, other, exact=False, tol=1e-7)
+
+
 def test_no_samples_at_all_is_an_error_on_all():
     model = make_model(cls=MatrixNet)
     opt = zero.DistributedOptimizer(sgd(model.parameters()), stage=2)
