@@ -31,7 +31,7 @@ from zerohvd.errors import (  # noqa: E402
 from zerohvd.torch.checkpoint.api import CheckpointManager, load, save  # noqa: E402
 from zerohvd.torch.communication.compression import Compression  # noqa: E402
 from zerohvd.torch.data import DistributedSampler, even_steps  # noqa: E402
-from zerohvd.torch.optimizer import elastic  # noqa: E402
+from zerohvd.torch.optimizer import elastic, joining  # noqa: E402
 from zerohvd.torch.optimizer.distributed import DistributedOptimizer  # noqa: E402
 from zerohvd.torch.optimizer.scaler import GradScaler  # noqa: E402
 from zerohvd.torch.optimizer.zero_optimizer import ZeroOptimizer  # noqa: E402
@@ -41,6 +41,7 @@ from zerohvd.torch.stage3.deferred import deferred_init  # noqa: E402
 from zerohvd.torch.stage3.gathered import gathered  # noqa: E402
 
 elastic.register()
+joining.register()
 
 __all__ = [
     "CheckpointError",

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from zerohvd.communication import weighting
 from zerohvd.communication.rendezvous import Rendezvous
 from zerohvd.communication.rounds import Rounds
 from zerohvd.numerics import check_norm_type, clip_factor
@@ -59,6 +60,7 @@ class Gradients(GradientStep[Section]):
             average=average,
             before_rest=before_rest,
         )
+        weighting.tell(self.weight_was_announced)
 
     def add(self, section: Section) -> None:
         """Take the gradients of more parameters."""
@@ -91,14 +93,35 @@ class Gradients(GradientStep[Section]):
 
     def arrived(self, section: int, index: int) -> None:
         self.end_skipped()
+        if self._hidden and not self.begun:
+            self._show_all()  # what a weight of 0 has hidden, in case the user has cleared some
         super().arrived(section, index)
         if self._hidden:
             self.sections[section].local.hide(index)
         elif self.begun and (self._stage >= 2 or not self.rounds.more_to_come()):
-            # All at once: ranks that have used other parameters must see the same gradients.
-            self._hidden = True
-            for each in self.sections:
-                each.local.hide_all()
+            self._hide_all()
+
+    def weight_was_announced(self, value: float) -> None:
+        """A rank that has no batch sees gradients too: those that the other ranks clip."""
+        if value == 0 and not self.begun:
+            self._hide_all()
+
+    def _hide_all(self) -> None:
+        """Let `param.grad` stand for the reduced gradients: of all parameters, or ranks that have
+        used others would not see the same."""
+        self._hidden = True
+        for section in self.sections:
+            section.local.hide_all()
+
+    def _show_all(self) -> None:
+        self._hidden = False
+        for section in self.sections:
+            section.local.end()
+
+    def cleared(self) -> None:
+        """The user clears gradients before a step has begun."""
+        if self._hidden and not self.begun:
+            self._show_all()
 
     # -- the reduced gradients of this rank's pieces -----------------------------------------------
 
@@ -165,12 +188,12 @@ class Gradients(GradientStep[Section]):
     def _await_for_user(self, section: int, index: int) -> None:
         if self.synchronized:
             return
-        if not self.begun:
+        if not self.begun and not self.weight_waits:
             raise RuntimeError(
                 f"the gradient of {self.name_of(section, index)!r} belongs to a step that is over: "
                 "read param.grad anew after each backward pass"
             )
-        if self.rounds.more_to_come():
+        if self.begun and self.rounds.more_to_come():
             raise RuntimeError(
                 f"the gradient of {self.name_of(section, index)!r} was read or changed after "
                 f"{self.rounds.begun()} of backward_passes_per_step={self.rounds.passes} backward "

@@ -21,7 +21,7 @@ from zerohvd.torch import compat
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
 from zerohvd.torch.gradients.owner import Gradients
 from zerohvd.torch.gradients.section import Section
-from zerohvd.torch.optimizer import state, update
+from zerohvd.torch.optimizer import joining, state, update
 from zerohvd.torch.optimizer.offload import Offload
 from zerohvd.torch.optimizer.sharing import Holdings, Sharing
 from zerohvd.torch.params.naming import name_parameters
@@ -105,6 +105,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._is_made = True
         self._shard_initially(named)
         collectives.log.reset()
+        if collectives.size > 1:
+            joining.note(self)
         if self.units is not None:
             self.units.on_gather = unless_gone(self.gradients.renew_log)
 
@@ -426,6 +428,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
         if self.gradients.synchronized:
             self.gradients.end()
+        self.gradients.cleared()
         if set_to_none:
             self.gradients.release()
         for param in self.all_params():
@@ -557,6 +560,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.gradients.close()
         if self._sharing is not None:
             self._sharing.close()
+        joining.forget(self)
         for section in self.sections:
             section.set_owner(None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -36,10 +37,20 @@ class Announced:
         self.number = 0
         self.held = False
         self._in_loss: set[int] = set()  # ids of the optimizers whose loss contains the weight
+        self._listeners: list[weakref.WeakMethod[Callable[[Any], None]]] = []
 
     def announce(self, value: Any, *, held: bool = False) -> None:
         self.value, self.held = value, held
         self.number += 1
+        self._listeners = [listener for listener in self._listeners if listener() is not None]
+        for listener in self._listeners:
+            call = listener()
+            if call is not None:
+                call(value)
+
+    def tell(self, listener: Callable[[Any], None]) -> None:
+        """Call this method, while its object lives, with every weight that is announced."""
+        self._listeners.append(weakref.WeakMethod(listener))
 
     def take(self) -> Any:
         """Return the weight, and forget it unless it is held."""
@@ -127,6 +138,9 @@ class weight:
         return f"zero.weight({self.value:g})"
 
 
+tell = _announced.tell
+
+
 def clear() -> None:
     """Forget an announced weight."""
     _announced.clear()
@@ -144,13 +158,17 @@ class StepWeights:
         self._used = _announced.number  # what was said before this optimizer was made is not for it
         self._begun = False
 
+    @property
+    def waits(self) -> bool:
+        """Whether a weight has been announced for a step that has not begun."""
+        return _announced.value is not None and _announced.number > self._used
+
     def begin(self) -> float | None:
         """Return the weight of the step under way; the first call takes the announced one."""
         if not self._begun:
             self._begun = True
-            is_new = _announced.number > self._used
+            self.value = _announced.value if self.waits else None
             self._used = _announced.number
-            self.value = _announced.value if is_new else None
         return self.value
 
     def give(self, value: float) -> None:
@@ -168,6 +186,10 @@ class StepWeights:
             f"zero.weight({value:g}) came after gradients of this step had left with {left}. Give "
             "one weight per step, before its first backward pass"
         )
+
+    def use_up(self) -> None:
+        """What has been announced so far counts for no step to come."""
+        self._used = _announced.number
 
     def end(self) -> None:
         """The step is over, applied or not."""

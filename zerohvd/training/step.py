@@ -203,10 +203,14 @@ class GradientStep(abc.ABC, Generic[S]):
             )
         self._weights.give(value)
 
+    @property
+    def weight_waits(self) -> bool:
+        """Whether a weight has been announced for a step that has not begun."""
+        return self._weights.waits
+
     def use_up_weight(self) -> None:
         """The step has failed: what was announced for it must not count for another one."""
-        if not self.begun:  # else it has been taken, and belongs to the gradients on their way
-            self._weights.end()
+        self._weights.use_up()
 
     def compare_and_restart(self) -> None:
         """Wait for the other ranks to begin the same step, then let it begin anew: parameters are

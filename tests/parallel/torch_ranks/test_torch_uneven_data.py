@@ -31,7 +31,7 @@ def samples_of(step, rank):
     return 0 if step == 1 and rank == 0 else 1 + (3 * rank + step) % 5
 
 
-def on_all_samples(steps=3):
+def on_all_samples(steps=3, clip=lambda model: None):
     model = make_model(cls=MatrixNet)
     opt = sgd(model.parameters())
     for step in range(steps):
@@ -40,6 +40,7 @@ def on_all_samples(steps=3):
             continue
         opt.zero_grad()
         loss_of(model, tuple(torch.cat(t) for t in zip(*parts, strict=True))).backward()
+        clip(model)
         opt.step()
     return model
 
@@ -71,6 +72,28 @@ def test_weights_give_the_result_of_the_union(way, stage):
                     loss_of(model, data).backward()
             opt.step(weight=count)
     assert_same(on_all_samples(), model, exact=False)
+    assert_replicated(model)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_torchs_clipping_works_on_a_rank_without_a_batch(stage):
+    if hvd.size() == 1:
+        return
+
+    def clip(model):
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+    model = make_model(cls=MatrixNet)
+    opt = distribute(model, sgd(model.parameters()), stage=stage, bucket_bytes=300)
+    for step in range(3):
+        model.zero_grad()
+        count = samples_of(step, hvd.rank())
+        zero.weight(count)
+        if count:
+            loss_of(model, batch(step, hvd.rank(), count)).backward()
+        clip(model)
+        opt.step()
+    assert_same(on_all_samples(clip=clip), model, exact=False)
     assert_replicated(model)
 
 
