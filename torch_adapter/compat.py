@@ -245,6 +245,20 @@ def with_state_dict_hooks(
     return made
 
 
+def with_load_state_dict_hooks(
+    optimizer: torch.optim.Optimizer,
+    state_dict: dict[str, Any],
+    load: Callable[[dict[str, Any]], None],
+) -> None:
+    """Run `load` between the hooks of `register_load_state_dict_(pre|post)_hook`, as torch does."""
+    for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        changed = before(optimizer, state_dict)
+        state_dict = state_dict if changed is None else changed
+    load(state_dict)
+    for after in optimizer._optimizer_load_state_dict_post_hooks.values():
+        after(optimizer)
+
+
 def increment_version(params: Sequence[torch.Tensor]) -> None:
     """Tell autograd that the values have changed: a graph that saved the old ones must not be used.
 

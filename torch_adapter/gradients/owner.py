@@ -154,6 +154,18 @@ class Gradients(GradientStep[Section]):
         norms = [torch.linalg.vector_norm(g, p, dtype=_wide(g)) for g in self._reduced()]
         return self.joint_norm([n.item() for n in norms], p, replicated=self._replicated)
 
+    def norm_of_shards(self, p: float) -> float:
+        """The same, also when the gradients have been applied and not been dropped."""
+        shards = [g for s in self.sections for g in s.reducer.shards]
+        if shards and all(g is None for g in shards):
+            raise RuntimeError(
+                "there are no gradients now: call grad_norm() between backward() and the next "
+                "zero_grad()"
+            )
+        present = [g for g in shards if g is not None and g.numel()]
+        norms = [torch.linalg.vector_norm(g, p, dtype=_wide(g)).item() for g in present]
+        return self.joint_norm(norms, p, replicated=self._replicated)
+
     def clip(self, norm: float, max_norm: float) -> None:
         """Scale the reduced gradients, which have this norm, to at most `max_norm`."""
         factor = clip_factor(norm, max_norm)

@@ -23,6 +23,7 @@ from zerohvd.torch.gradients.owner import Gradients
 from zerohvd.torch.gradients.section import Section
 from zerohvd.torch.optimizer import joining, state, update
 from zerohvd.torch.optimizer.offload import Offload
+from zerohvd.torch.optimizer.resemblance import Resembling
 from zerohvd.torch.optimizer.sharing import Holdings, Sharing
 from zerohvd.torch.params.naming import name_parameters
 from zerohvd.torch.params.owned import MakeMemory, NamedParam
@@ -34,12 +35,18 @@ from zerohvd.training.step import MustAgree
 MakeUnits = Callable[[TorchCollectives | LocalCollectives, str], Units]
 
 
-class ZeroOptimizer(torch.optim.Optimizer):
+class ZeroOptimizer(Resembling, torch.optim.Optimizer):
     """A torch optimizer whose state, and from stage 2 on gradients, are sharded over the ranks.
 
     Made by `DistributedOptimizer`. `param_groups` and `state` are those of the inner optimizer,
     which updates only this rank's pieces of the parameters; learning rates and other options may
     be changed there as usual. The model keeps its full parameters below stage 3.
+
+    Between `backward()` and `step()` the `.grad` of the model's parameters stands for the reduced
+    gradients: torch's clipping functions, norms and changes in place act on what will be applied.
+    These calls wait for the reduction, as `synchronize()` does, so all ranks make them. Under
+    `no_sync()` gradients are this rank's own. After `step()` they are gone, but for stage 0, which
+    keeps the averages until `zero_grad()` as Horovod does; ask `grad_norm()` for their norm.
 
     Attributes:
         inner: The wrapped optimizer.
@@ -127,6 +134,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return sharing
 
     # -- being a torch optimizer -------------------------------------------------------------
+
+    @property
+    def _resembles(self) -> bool:
+        return bool(vars(self).get("_is_made"))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -285,9 +296,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def meet(self, call: Call) -> None:
         """Return when all ranks have made the same call; raise on all of them otherwise."""
-        self.rendezvous.check()  # of a step under way
-        self.rendezvous.open(call, self._agreed.trainable(), options=self._agreed.options())
-        self.rendezvous.check()
+        self.gradients.meet(call)
 
     # -- a step --------------------------------------------------------------------------------
 
@@ -444,8 +453,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     ) -> torch.Tensor:
         """Scale the reduced gradients so that their global norm is at most `max_norm`.
 
-        Use it in place of `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`, which would
-        see only local gradients, or none. All ranks must call it.
+        `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)` does the same, and takes a little
+        longer. All ranks must call it.
 
         Returns:
             The norm of all gradients together, before clipping; the same on every rank.
@@ -459,6 +468,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
         self.gradients.clip(norm, float(max_norm))
         return torch.tensor(norm)
+
+    @torch.no_grad()
+    def grad_norm(self, norm_type: float = 2.0) -> float:
+        """The norm of the reduced gradients of all parameters together; all ranks must call it.
+
+        Before `step()` it is that of the gradients which will be applied, and waits for their
+        reduction; after `step()`, until `zero_grad()` or the next backward pass, of those which
+        were applied, clipped if they were.
+        """
+        p = check_norm_type(norm_type)
+        if self.gradients.begun or self.gradients.weight_waits:
+            self.synchronize()
+        self.gradients.meet(Call.NORM)
+        return self.gradients.norm_of_shards(p)
 
     # -- for zero.GradScaler -------------------------------------------------------------------
 
@@ -529,10 +552,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Every rank passes the whole state and keeps its own part; nothing is communicated. If only
         rank 0 does, `hvd.broadcast_optimizer_state(opt, root_rank=0)` must follow on all ranks.
         """
-        with self._changing():
-            state.load(self, state_dict)
-            self.loaded()
-        self._keep_for_others(state_dict)
+
+        def load(given: dict[str, Any]) -> None:
+            with self._changing():
+                state.load(self, given)
+                self.loaded()
+            self._keep_for_others(given)
+
+        compat.with_load_state_dict_hooks(self, state_dict, load)
 
     def loaded(self) -> None:
         """State has been written from outside: move it where it lives, and let ranks compare how

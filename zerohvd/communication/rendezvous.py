@@ -36,6 +36,7 @@ class Call(enum.IntEnum):
     FIT = 6
     FIT_COUNTED = 7
     JOIN = 8
+    NORM = 9
 
     @property
     def said(self) -> str:
@@ -52,6 +53,7 @@ _SAID = {
     Call.FIT: "model.fit() on data that counts no samples",
     Call.FIT_COUNTED: "model.fit() on a part from zero.shard_dataset",
     Call.JOIN: "hvd.join()",
+    Call.NORM: "grad_norm(), or the norm of a param.grad",
 }
 TOGETHER = "All ranks make these calls together: do not put one behind `if hvd.rank() == 0`"
 NO_LEAVING = (

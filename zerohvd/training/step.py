@@ -279,11 +279,18 @@ class GradientStep(abc.ABC, Generic[S]):
         local, op = local_norm(norms, p)
         return finish_norm(local if replicated else self.agree(local, op, "norm"), p)
 
+    def meet(self, call: Call) -> None:
+        """Return when all ranks have made the same call; raise on all of them otherwise."""
+        self._rendezvous.check()  # of a step under way
+        self._rendezvous.open(call, self._agreed.trainable(), options=self._agreed.options())
+        self._rendezvous.check()
+
     def joint_norms(
         self, norms: Iterable[tuple[int, float]], length: int, p: float, *, replicated: bool
     ) -> list[float]:
         """The same for each of `length` parameters, from (parameter, norm of a part of it)."""
         totals, op = local_norms(norms, length, p), local_norm([], p)[1]
+        self.meet(Call.NORM)
         if not replicated:
             totals = self._agree(totals, op, "norms")
         return [finish_norm(total, p) for total in totals]
