@@ -79,6 +79,22 @@ def test_other_frozen_parameters_on_one_rank(stage):
 
 @needs_ranks
 @pytest.mark.parametrize("stage", STAGES)
+def test_a_constructor_that_fails_on_one_rank_is_an_error_on_all(stage):
+    for mistake in ({"grad_clip": -1.0}, {"groups": -1}):
+        error = (ValueError, next(iter(mistake)))
+        if hvd.rank() > 0:
+            mistake, error = {}, (zero.DisagreementError, "another rank could not make")
+        with pytest.raises(error[0], match=error[1]):
+            wrap(make_model(), stage=stage, **mistake)
+    model = make_model()
+    opt = wrap(model, stage=stage)
+    with pytest.raises((ValueError, zero.DisagreementError), match=r"close\(\)|another rank"):
+        wrap(model if hvd.rank() == 0 else make_model(), stage=stage)
+    train(model, opt, steps=1)
+
+
+@needs_ranks
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_rank_that_joins_early_is_an_error_on_all(stage):
     model = make_model()
     opt = wrap(model, stage=stage)
