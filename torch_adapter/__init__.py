@@ -29,9 +29,10 @@ from zerohvd.errors import (  # noqa: E402
     ZeroError,
 )
 from zerohvd.torch.checkpoint.api import CheckpointManager, load, save  # noqa: E402
+from zerohvd.torch.communication import joining  # noqa: E402
 from zerohvd.torch.communication.compression import Compression  # noqa: E402
 from zerohvd.torch.data import DistributedSampler, even_steps  # noqa: E402
-from zerohvd.torch.optimizer import elastic, joining  # noqa: E402
+from zerohvd.torch.optimizer import elastic  # noqa: E402
 from zerohvd.torch.optimizer.distributed import DistributedOptimizer  # noqa: E402
 from zerohvd.torch.optimizer.scaler import GradScaler  # noqa: E402
 from zerohvd.torch.optimizer.zero_optimizer import ZeroOptimizer  # noqa: E402

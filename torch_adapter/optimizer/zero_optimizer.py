@@ -18,10 +18,11 @@ from zerohvd.config import ZeroConfig
 from zerohvd.errors import NonFiniteError, ShardedStateError
 from zerohvd.numerics import check_norm_type, divide_factors
 from zerohvd.torch import compat
+from zerohvd.torch.communication import joining
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
 from zerohvd.torch.gradients.owner import Gradients
 from zerohvd.torch.gradients.section import Section
-from zerohvd.torch.optimizer import joining, state, update
+from zerohvd.torch.optimizer import state, update
 from zerohvd.torch.optimizer.offload import Offload
 from zerohvd.torch.optimizer.resemblance import Resembling
 from zerohvd.torch.optimizer.sharing import Holdings, Sharing

@@ -16,6 +16,7 @@ from training import (
     make_model,
     plain,
     sharded,
+    train,
 )
 
 import zerohvd.torch as zero
