@@ -179,7 +179,9 @@ class StepWeights:
         """Raise if another weight has been announced since gradients of this step have left: it
         would be ignored silently."""
         value: float | None = _announced.value
-        if _announced.number == self._used or value is None or value == self.value:
+        if value is None or value == self.value:
+            self.use_up()  # the same weight once more, for another pass of this step
+        if _announced.number == self._used:
             return
         left = "no weight" if self.value is None else f"weight {self.value:g}"
         raise ValueError(
