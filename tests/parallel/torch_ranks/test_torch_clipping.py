@@ -71,6 +71,7 @@ CLIPS = {
     "norm": lambda m: clip_grad_norm_(used(m), 0.05),
     "norm of a generator": lambda m: clip_grad_norm_((p for p in used(m)), 0.05),
     "1-norm": lambda m: clip_grad_norm_(used(m), 0.5, 1.0),
+    "inf-norm": lambda m: clip_grad_norm_(used(m), 0.01, norm_type=math.inf),
     "one by one": lambda m: clip_grad_norm_(used(m), 0.05, foreach=False),
     "foreach": lambda m: clip_grad_norm_(used(m), 0.05, foreach=True),
     "a subset": lambda m: clip_grad_norm_(list(m.up.parameters()), 0.01),
@@ -82,11 +83,10 @@ CLIPS = {
     "by hand": lambda m: clip_by_hand(used(m)),
 }
 EXACT = {
-    "inf-norm": lambda m: clip_grad_norm_(used(m), 0.01, norm_type=math.inf),
     "value": lambda m: clip_grad_value_(used(m), 0.003),
     "value one by one": lambda m: clip_grad_value_(used(m), 0.003, foreach=False),
     "value foreach": lambda m: clip_grad_value_(used(m), 0.003, foreach=True),
-    "clamp_": lambda m: [p.grad.clamp_(-0.003, 0.003) for p in m.parameters()],
+    "clamp_": lambda m: [p.grad.clamp_(-0.003, 0.003) for p in used(m)],
     "data.clamp_": lambda m: [p.grad.data.clamp_(-0.003, 0.003) for p in used(m)],
     "scaled": lambda m: [p.grad.div_(4.0) for p in used(m)],
     "rows": lambda m: m.embed.weight.grad.__setitem__(slice(0, 3), 0.0),
