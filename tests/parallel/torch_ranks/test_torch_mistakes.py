@@ -127,7 +127,6 @@ def test_ranks_that_join_together_go_on(stage):
     for _ in range(2):
         train(model, opt, steps=2)
         assert hvd.join() in range(hvd.size())
-    del opt
     assert join_as_imported_before() in range(hvd.size())
 
 
