@@ -38,6 +38,7 @@ from zerohvd.errors import (  # noqa: E402
     ZeroError,
 )
 from zerohvd.torch.checkpoint.api import CheckpointManager, load, save  # noqa: E402
+from zerohvd.torch.communication import joining  # noqa: E402
 from zerohvd.torch.communication.compression import Compression  # noqa: E402
 from zerohvd.torch.data import DistributedSampler, even_steps  # noqa: E402
 from zerohvd.torch.optimizer.distributed import DistributedOptimizer  # noqa: E402
@@ -50,6 +51,7 @@ from zerohvd.torch.stage3.deferred import deferred_init  # noqa: E402
 from zerohvd.torch.stage3.gathered import gathered  # noqa: E402
 
 refuse_elastic_state()
+joining.register()
 
 __all__ = [
     "CheckpointError",

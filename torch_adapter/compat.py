@@ -180,6 +180,31 @@ def is_done(handle: int) -> bool:
     return handle not in mpi_ops._handle_map or bool(mpi_ops.poll(handle))
 
 
+def replace_join(replacement: Callable[[], int | None]) -> None:
+    """Let hvd.join() ask `replacement()`: a rank that it returns is what join() returns, after a
+    barrier. None: go on as Horovod does.
+
+    A rank that has joined answers for every operation in Horovod's response cache, but can only do
+    allreduces: an alltoall of another rank ends in a segmentation fault (0.28.1). The library's own
+    function is replaced, since scripts may have imported `join` before. Without: that crash.
+    """
+    library = mpi_ops.mpi_lib
+    original = library.horovod_torch_join
+
+    def join(output: torch.Tensor, device: int) -> int:
+        last = replacement()
+        if last is not None:
+            output.fill_(last)
+        handle: int = (
+            original(output, device)
+            if last is None
+            else library.horovod_torch_barrier(mpi_ops.global_process_set.process_set_id)
+        )
+        return handle
+
+    library.horovod_torch_join = join
+
+
 # -- torch.optim -----------------------------------------------------------------------------------
 
 
@@ -218,6 +243,20 @@ def with_state_dict_hooks(
         changed = after(optimizer, made)
         made = made if changed is None else changed
     return made
+
+
+def with_load_state_dict_hooks(
+    optimizer: torch.optim.Optimizer,
+    state_dict: dict[str, Any],
+    load: Callable[[dict[str, Any]], None],
+) -> None:
+    """Run `load` between the hooks of `register_load_state_dict_(pre|post)_hook`, as torch does."""
+    for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        changed = before(optimizer, state_dict)
+        state_dict = state_dict if changed is None else changed
+    load(state_dict)
+    for after in optimizer._optimizer_load_state_dict_post_hooks.values():
+        after(optimizer)
 
 
 def increment_version(params: Sequence[torch.Tensor]) -> None:

@@ -22,8 +22,8 @@ def memory_report(opt: ZeroOptimizer) -> MemoryReport:
     params = _bytes(_params(opt), seen)
     masters = [m for s in opt.sections for m in s.masters if m is not None]
     master = _bytes(_in_memory(opt, masters), seen)
-    held = [t for s in opt.sections for t in s.reducer.gradients()]
-    grads = _bytes([*held, *(p.grad for p in opt.all_params() if p.grad is not None)], seen)
+    held = [t for s in opt.sections for t in [*s.reducer.gradients(), *s.local.tensors()]]
+    grads = _bytes(held, seen)
     scratch = _bytes((t for s in opt.sections for t in s.reducer.scratch()), seen)
     return MemoryReport(
         params=params,

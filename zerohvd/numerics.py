@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 _NARROW = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
@@ -57,6 +57,14 @@ def local_norm(norms: Sequence[float], p: float) -> tuple[float, str]:
     if math.isinf(p):
         return max(norms, default=0.0), "max"
     return math.fsum(norm**p for norm in norms), "sum"
+
+
+def local_norms(norms: Iterable[tuple[int, float]], length: int, p: float) -> list[float]:
+    """`local_norm` for each of `length` tensors, from (tensor, norm of a part of it) pairs."""
+    totals = [0.0] * length
+    for index, norm in norms:
+        totals[index] = max(totals[index], norm) if math.isinf(p) else totals[index] + norm**p
+    return totals
 
 
 def finish_norm(total: float, norm_type: float) -> float:

@@ -418,10 +418,9 @@ def test_a_step_reduces_what_all_ranks_have_computed(size, stage):
 
 
 def test_weighted_sums_are_divided_by_the_weight_of_all_ranks(no_weight_is_left):
-    weighting.weight(4)  # of all ranks: they are threads of one process
-
     def train(c):
         step = Step(c)
+        weighting.weight(4)  # of all ranks: they are threads of one process
         step.send_rest()
         step.await_reduced()
         return step.scaled
@@ -430,10 +429,9 @@ def test_weighted_sums_are_divided_by_the_weight_of_all_ranks(no_weight_is_left)
 
 
 def test_a_step_in_which_no_rank_has_a_sample_is_refused(no_weight_is_left):
-    weighting.weight(0)
-
     def train(c):
         step = Step(c)
+        weighting.weight(0)
         step.send_rest()
         with pytest.raises(ValueError, match="every rank gave weight 0"):
             step.await_reduced()
@@ -481,19 +479,52 @@ def test_weights_that_do_not(value):
         weighting.weight(value)
 
 
-def test_a_weight_stays_until_it_is_cleared(no_weight_is_left):
-    assert weighting.announced() is None
+def test_a_weight_counts_for_one_step_of_each_optimizer(no_weight_is_left):
+    one, two = weighting.StepWeights(), weighting.StepWeights()
     with weighting.weight(3):
-        assert weighting.announced() == 3.0
-    assert weighting.announced() == 3.0  # the step that comes now needs it
-    weighting.check_unchanged(3.0)
+        assert one.begin() == 3.0
+    assert one.begin() == 3.0 and two.begin() == 3.0
+    one.end()
+    assert one.value is None and two.value == 3.0
+    assert one.begin() is None  # a second step
+    assert weighting.StepWeights().begin() is None  # an optimizer that is made now
+
+
+def test_a_step_that_has_not_begun_uses_up_its_weight(no_weight_is_left):
+    weights = weighting.StepWeights()
+    weighting.weight(3)
+    weights.end()
+    assert weights.begin() is None
+
+
+def test_a_weight_of_one_optimizer_alone(no_weight_is_left):
+    one, two = weighting.StepWeights(), weighting.StepWeights()
+    one.give(2.0)
+    assert one.begin() == 2.0 and two.begin() is None
+
+
+def test_a_weight_that_changes_after_gradients_have_left(no_weight_is_left):
+    weights = weighting.StepWeights()
+    assert weights.begin() is None
+    weights.check_unchanged()
+    weighting.weight(3)
     with pytest.raises(ValueError, match=r"zero.weight\(3\) came after .* with no weight"):
-        weighting.check_unchanged(None)
+        weights.check_unchanged()
+    weights.end()
+    weighting.weight(3)
+    weights.begin()
+    weighting.weight(3)
+    weights.check_unchanged()
+    weighting.weight(4)
+    with pytest.raises(ValueError, match=r"zero.weight\(4\) came after .* with weight 3"):
+        weights.check_unchanged()
+
+
+def test_a_weight_of_a_pass_that_failed_is_forgotten(no_weight_is_left):
+    weights = weighting.StepWeights()
     with pytest.raises(KeyError), weighting.weight(4):
         raise KeyError
-    assert weighting.announced() is None
-    with pytest.raises(ValueError, match=r"no weight came after .* with weight 3"):
-        weighting.check_unchanged(3.0)
+    assert weights.begin() is None
 
 
 def test_a_held_weight_is_not_used_up():

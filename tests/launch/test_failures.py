@@ -32,6 +32,14 @@ def test_a_job_with_a_failing_rank_ends_with_a_reason(how, says):
     assert says in result.stdout + result.stderr, result.explain()
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_horovod_may_be_shut_down_and_initialised_again(stage):
+    job = Path(__file__).with_name("second_init_job.py")
+    result = launch(2, [sys.executable, str(job), str(stage)], timeout=SOON)
+    assert result.ok, result.explain()
+    assert result.stdout.count("trained again") == 2
+
+
 def ranks_running() -> list[str]:
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
     return [line for line in listed.stdout.splitlines() if f"{JOB} endless" in line]

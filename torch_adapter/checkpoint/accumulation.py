@@ -59,9 +59,10 @@ def local_entries(opt: ZeroOptimizer, held: Holdings, rank: int) -> Iterator[Ent
     if not opt.gradients.begun and not opt.gradients.rounds.local:
         return
     for section in opt.sections:
-        for param in section.params:
-            if param.grad is not None:
-                yield whole_entry(LOCAL_GRAD, own_name(held.names[param], rank), param.grad)
+        for index, param in enumerate(section.params):
+            grad = section.local[index]
+            if grad is not None:
+                yield whole_entry(LOCAL_GRAD, own_name(held.names[param], rank), grad)
 
 
 def reduced_entries(opt: ZeroOptimizer, held: Holdings) -> Iterator[Entry]:

@@ -58,7 +58,11 @@ class Exchange(NamedTuple):
 
 def _wire(x: torch.Tensor) -> torch.Tensor:
     """The view of `x` that Horovod can carry."""
-    return arrays.bits(x) if x.dtype == torch.bfloat16 else x
+    if x.dtype == torch.bfloat16:
+        return arrays.bits(x)
+    if x.dtype == torch.bool:
+        return x.view(torch.uint8)
+    return torch.view_as_real(x) if x.is_complex() else x
 
 
 class TorchCollectives(HorovodCollectives):

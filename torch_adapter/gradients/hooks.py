@@ -13,11 +13,14 @@ from torch.utils.hooks import RemovableHandle
 class Owner(Protocol):
     """Takes gradients."""
 
+    def expected(self, section: int, index: int) -> None: ...
+
     def arrived(self, section: int, index: int) -> None: ...
 
 
 class GradHooks:
-    """Calls `owner.arrived(section, index)` when `params[index].grad` has been added to.
+    """Calls `owner.expected(section, index)` just before autograd adds to `params[index].grad`,
+    and `owner.arrived(section, index)` when it has done so.
 
     The hooks live as long as the parameters, so they must not keep the owner alive.
     """
@@ -29,6 +32,9 @@ class GradHooks:
             param.register_post_accumulate_grad_hook(self._make(index))
             for index, param in enumerate(params)
         ]
+        self._handles += [
+            param.register_hook(self._make_before(index)) for index, param in enumerate(params)
+        ]
 
     def _make(self, index: int) -> Callable[[torch.Tensor], None]:
         owner, section = self._owner, self._section
@@ -39,6 +45,16 @@ class GradHooks:
                 # A backward pass with create_graph=True runs hooks with gradients switched on.
                 with torch.no_grad():
                     living.arrived(section, index)
+
+        return hook
+
+    def _make_before(self, index: int) -> Callable[[torch.Tensor], None]:
+        owner, section = self._owner, self._section
+
+        def hook(_: torch.Tensor) -> None:
+            living = owner()
+            if living is not None:
+                living.expected(section, index)
 
         return hook
 

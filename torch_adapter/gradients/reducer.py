@@ -12,6 +12,7 @@ from zerohvd.layout import Bucket, Layout
 from zerohvd.numerics import DivideFactors
 from zerohvd.torch.communication import arrays
 from zerohvd.torch.communication.collectives import Exchange, LocalCollectives, TorchCollectives
+from zerohvd.torch.gradients.local import LocalGrads
 from zerohvd.torch.gradients.shard_buffers import ShardBuffers
 from zerohvd.torch.params.buffers import view_in, zero_padding
 from zerohvd.training.in_flight import InFlight
@@ -52,6 +53,7 @@ class GradReducer(InFlight[_Pending]):
         self,
         layout: Layout,
         params: Sequence[torch.nn.Parameter],
+        local: LocalGrads,
         collectives: TorchCollectives | LocalCollectives,
         *,
         stage: int,
@@ -62,7 +64,7 @@ class GradReducer(InFlight[_Pending]):
     ) -> None:
         super().__init__(IN_FLIGHT)
         self._layout = layout
-        self._params = params
+        self._params, self._local = params, local
         self._collectives = collectives
         self._stage = stage
         self._rank = collectives.rank if layout.size > 1 else 0
@@ -98,18 +100,17 @@ class GradReducer(InFlight[_Pending]):
     def take(self, index: int) -> None:
         """Put the finished gradient of a parameter where its buckets will find it."""
         self.reap()
-        param = self._params[index]
-        grad = param.grad
+        grad = self._local[index]
         if grad is None:
             return
         self.arrived.add(index)
         if grad.requires_grad:
-            grad = param.grad = grad.detach()  # of a backward pass with create_graph=True
+            grad = self._local[index] = grad.detach()  # of a backward pass with create_graph=True
         if grad.is_sparse:
-            grad = param.grad = grad.to_dense()
+            grad = self._local[index] = grad.to_dense()
         if self._exact[index]:
             if not grad.is_contiguous():
-                param.grad = grad.contiguous()
+                self._local[index] = grad.contiguous()
             return
         flat_grad = grad.reshape(-1)
         for b, slot in self._layout.slots_of[index]:
@@ -118,7 +119,7 @@ class GradReducer(InFlight[_Pending]):
             if target.data_ptr() != source.data_ptr():
                 target.copy_(source)
             self._filled[b].add(index)
-        param.grad = None if self._stage >= 2 else self._view_of(index)
+        self._local[index] = None if self._stage >= 2 else self._view_of(index)
 
     def send(self, b: int) -> None:
         """Start the reduction of a bucket; gradients that never came count as zero."""
@@ -144,8 +145,8 @@ class GradReducer(InFlight[_Pending]):
         """Let go of full gradients that are partly reduced by now: nothing that a user could
         read, clip or add to."""
         if self._stage == 1:
-            for param in self._params:
-                param.grad = None
+            for index in range(len(self._params)):
+                self._local[index] = None
 
     def release(self, *, keep_buffers: bool = True) -> None:
         """Drop the gradients. The buffers of the shards stay for the next step."""
@@ -203,14 +204,14 @@ class GradReducer(InFlight[_Pending]):
         slot = bucket.slots[0]
         if not self._exact[slot.param]:
             return self._filled_flat(bucket)
-        param = self._params[slot.param]
-        if param.grad is None:
+        param, grad = self._params[slot.param], self._local[slot.param]
+        if grad is None:
             if self._stage >= 2:
                 return param.data.new_zeros(bucket.padded)
-            param.grad = torch.zeros_like(param.data)
-        source = param.grad.view(-1)[slot.param_start : slot.param_start + slot.length]
+            grad = self._local[slot.param] = torch.zeros_like(param.data)
+        source = grad.view(-1)[slot.param_start : slot.param_start + slot.length]
         if self._stage >= 2 and slot.param_start + slot.length == param.numel():
-            param.grad = None
+            self._local[slot.param] = None
         return source
 
     def _filled_flat(self, bucket: Bucket) -> torch.Tensor:
@@ -219,7 +220,7 @@ class GradReducer(InFlight[_Pending]):
             if slot.param not in filled:
                 flat[slot.start : slot.start + slot.length].zero_()
                 if self._stage < 2:
-                    self._params[slot.param].grad = self._view_of(slot.param)
+                    self._local[slot.param] = self._view_of(slot.param)
         filled.clear()
         if self._stage >= 2:
             self._flats[bucket.index] = None

@@ -16,6 +16,7 @@ from zerohvd.numerics import DivideFactors, master_dtype
 from zerohvd.schedule import Schedule
 from zerohvd.torch.communication import arrays
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
+from zerohvd.torch.gradients.local import LocalGrads
 from zerohvd.torch.gradients.reducer import PARTS_PER_BUCKET, GradReducer
 from zerohvd.torch.params.buffers import FlatParams, piece_view
 from zerohvd.torch.params.owned import (
@@ -47,6 +48,7 @@ class Section:
         masters: Per bucket: this rank's shard in the dtype that the optimizer updates; None where
             that is the parameters' own.
         owned: This rank's pieces, in the layout's order.
+        local: The full gradients that this rank has computed.
         reducer: Reduces the gradients.
         schedule: When a bucket may go.
     """
@@ -92,9 +94,11 @@ class Section:
         self.masters = self._make_masters(config, master or _in_place)
         self.owned = [self._own(piece) for piece in self.layout.pieces(self.rank)]
         self.schedule = Schedule(self.layout)
+        self.local = LocalGrads(self.params)
         self.reducer = GradReducer(
             self.layout,
             self.params,
+            self.local,
             collectives,
             stage=config.stage,
             prefix=prefix,
@@ -127,7 +131,8 @@ class Section:
         return OwnedPiece(piece, torch.nn.Parameter(view.detach()))
 
     def set_piece_grads(self, buckets: range) -> None:
-        """Give each piece its reduced gradient; none where the parameter is frozen now.
+        """Give each piece its reduced gradient; none where the parameter is frozen now, or where
+        the user has written `param.grad = None`.
 
         A parameter that no rank has used gets zeros, as with Horovod: a rank cannot know what
         the others used. A rank on its own can, and leaves the parameter alone as torch does.
@@ -137,6 +142,7 @@ class Section:
             piece = owned.piece
             shard = self.reducer.shards[piece.bucket]
             unused = alone and piece.param not in self.reducer.arrived
+            unused = unused or self.local.is_dropped(piece.param)
             if shard is None or unused or not self.params[piece.param].requires_grad:
                 owned.tensor.grad = None
                 continue
@@ -177,7 +183,7 @@ class Section:
 
     def with_gradient(self) -> list[int]:
         """The parameters that hold a gradient which the reducer has not taken."""
-        return [i for i, p in enumerate(self.params) if p.grad is not None]
+        return self.local.present()
 
     def gather_start(self, buckets: range) -> list[Handle]:
         """Publish the updated shards: when all handles have been waited for, the parameters of
@@ -208,6 +214,23 @@ class Section:
             differs = master.to(own.dtype) != own
             if differs.any():
                 master[differs] = own[differs].to(master.dtype)
+
+    def drop_unwanted(self) -> None:
+        """Take reduced gradients away again where the user has written `param.grad = None`."""
+        for owned in self.owned:
+            if self.local.is_dropped(owned.piece.param):
+                owned.tensor.grad = None
+
+    def check_gradients(self) -> None:
+        """Raise if the user has put another tensor in the place of a gradient that has left."""
+        index = self.local.replaced()
+        if index is not None:
+            raise RuntimeError(
+                f"the gradient of {self.named[index].name!r} was replaced by another tensor after "
+                "backward(), when it had left for the reduction: that tensor would be ignored. "
+                "Change it in place (param.grad.copy_(...)), on all ranks, or compute it under "
+                "`with opt.no_sync():`"
+            )
 
     def check_in_place(self) -> None:
         index = self.flat.moved()

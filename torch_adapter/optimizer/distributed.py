@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 
+from zerohvd.communication.instances import report_failure
 from zerohvd.communication.rounds import check_passes
 from zerohvd.config import ZeroConfig
 from zerohvd.torch import compat
-from zerohvd.torch.communication.collectives import join
+from zerohvd.torch.communication.collectives import TorchCollectives, join
 from zerohvd.torch.communication.compression import Compression, wire_dtype
 from zerohvd.torch.optimizer.offload import Offload
 from zerohvd.torch.optimizer.partition import choose_partition
 from zerohvd.torch.optimizer.zero_optimizer import MakeUnits, ZeroOptimizer
 from zerohvd.torch.params.naming import bucket_groups, groups_bucket_bytes, name_parameters
+from zerohvd.torch.params.owned import check_free
 from zerohvd.torch.stage3.deferred import is_deferred
 
 
@@ -68,40 +71,44 @@ def DistributedOptimizer(
             "disk": in memory-mapped files under `path`. None: with the parameters.
         path: A folder for the files of offload="disk".
     """
-    if isinstance(optimizer, ZeroOptimizer):
-        raise ValueError("the optimizer is sharded already: wrap the plain one, once")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer)}")
-    if compat.is_horovods(optimizer):
-        raise ValueError(
-            "the optimizer comes from hvd.DistributedOptimizer: give the plain torch optimizer"
+    with told_to_others(process_set):
+        if isinstance(optimizer, ZeroOptimizer):
+            raise ValueError("the optimizer is sharded already: wrap the plain one, once")
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer)}")
+        if compat.is_horovods(optimizer):
+            raise ValueError(
+                "the optimizer comes from hvd.DistributedOptimizer: give the plain torch optimizer"
+            )
+        if op not in (hvd.Average, hvd.Sum):
+            raise ValueError("op must be hvd.Average or hvd.Sum; Adasum has no sharded form")
+        if stage == 3 and _units is None:
+            raise ValueError(
+                "stage=3 shards the parameters themselves, so it needs the model: call "
+                "model, optimizer = zero.zeroify(model, optimizer, stage=3) instead"
+            )
+        passes = check_passes(backward_passes_per_step)
+        elsewhere = _offload(offload, path)
+        collectives = join(process_set)
+        groups_of = [list(g["params"]) for g in optimizer.param_groups]
+        named = name_parameters(groups_of, named_parameters, is_deferred=is_deferred)
+        if num_groups and groups is None:
+            groups = num_groups
+        for each in named:
+            if each.param.requires_grad:
+                check_free(each)
+        named = bucket_groups(named, groups)
+        if bucket_bytes is None:
+            bucket_bytes = groups_bucket_bytes(named, groups)
+        options = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
+        config = ZeroConfig(
+            stage=stage,
+            reduce_dtype=_dtype_name(reduce_dtype),
+            master_dtype=_dtype_name(master_dtype),
+            grad_clip=grad_clip,
+            partition=choose_partition(optimizer, partition),
+            **options,
         )
-    if op not in (hvd.Average, hvd.Sum):
-        raise ValueError("op must be hvd.Average or hvd.Sum; Adasum has no sharded form")
-    if stage == 3 and _units is None:
-        raise ValueError(
-            "stage=3 shards the parameters themselves, so it needs the model: call "
-            "model, optimizer = zero.zeroify(model, optimizer, stage=3) instead"
-        )
-    passes = check_passes(backward_passes_per_step)
-    elsewhere = _offload(offload, path)
-    collectives = join(process_set)
-    groups_of = [list(g["params"]) for g in optimizer.param_groups]
-    named = name_parameters(groups_of, named_parameters, is_deferred=is_deferred)
-    if num_groups and groups is None:
-        groups = num_groups
-    named = bucket_groups(named, groups)
-    if bucket_bytes is None:
-        bucket_bytes = groups_bucket_bytes(named, groups)
-    options = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
-    config = ZeroConfig(
-        stage=stage,
-        reduce_dtype=_dtype_name(reduce_dtype),
-        master_dtype=_dtype_name(master_dtype),
-        grad_clip=grad_clip,
-        partition=choose_partition(optimizer, partition),
-        **options,
-    )
     return ZeroOptimizer(
         optimizer,
         named,
@@ -114,6 +121,18 @@ def DistributedOptimizer(
         units=_units,
         offload=elsewhere,
     )
+
+
+@contextlib.contextmanager
+def told_to_others(process_set: Any) -> Iterator[None]:
+    """Raise on the other ranks, which go on to make their optimizers, if the block fails here."""
+    try:
+        yield
+    except Exception:
+        collectives = join(process_set) if hvd.is_initialized() else None
+        if isinstance(collectives, TorchCollectives):
+            report_failure(collectives, collectives.process_set_id)
+        raise
 
 
 def _offload(where: str | None, path: str | os.PathLike[str] | None) -> Offload | None:

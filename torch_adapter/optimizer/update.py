@@ -3,8 +3,8 @@ still coming in and the parameters of the part before are going out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -56,12 +56,14 @@ def run(
     waves: Sequence[Sequence[BucketRange]],
     inner: torch.optim.Optimizer,
     offload: Offload | None,
+    options: Mapping[str, Any],
     *,
     synchronized: bool,
 ) -> None:
     """Update the shards, and return when every rank's parameters are current.
 
     Args:
+        options: Keywords for the inner optimizer's `step()`.
         synchronized: The pieces hold their gradients; otherwise these are still coming in.
     """
     held = [[part.section.take_piece_grads(part.buckets) for part in wave] for wave in waves]
@@ -74,7 +76,7 @@ def run(
             elif part.buckets:
                 part.section.reducer.finish(part.buckets[-1])
                 part.section.set_piece_grads(part.buckets)
-        inner.step()
+        inner.step(**options)
         for part in wave:
             part.section.take_piece_grads(part.buckets)  # the next call must not see them again
             under_way += part.section.gather_start(part.buckets)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from zerohvd.communication import weighting
 from zerohvd.communication.instances import agree_on_instance
 from zerohvd.communication.rendezvous import Call, Rendezvous
 from zerohvd.communication.rounds import check_passes
@@ -20,11 +18,13 @@ from zerohvd.config import ZeroConfig
 from zerohvd.errors import NonFiniteError, ShardedStateError
 from zerohvd.numerics import check_norm_type, divide_factors
 from zerohvd.torch import compat
+from zerohvd.torch.communication import joining
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
 from zerohvd.torch.gradients.owner import Gradients
 from zerohvd.torch.gradients.section import Section
 from zerohvd.torch.optimizer import state, update
 from zerohvd.torch.optimizer.offload import Offload
+from zerohvd.torch.optimizer.resemblance import Resembling
 from zerohvd.torch.optimizer.sharing import Holdings, Sharing
 from zerohvd.torch.params.naming import name_parameters
 from zerohvd.torch.params.owned import MakeMemory, NamedParam
@@ -36,12 +36,18 @@ from zerohvd.training.step import MustAgree
 MakeUnits = Callable[[TorchCollectives | LocalCollectives, str], Units]
 
 
-class ZeroOptimizer(torch.optim.Optimizer):
+class ZeroOptimizer(Resembling, torch.optim.Optimizer):
     """A torch optimizer whose state, and from stage 2 on gradients, are sharded over the ranks.
 
     Made by `DistributedOptimizer`. `param_groups` and `state` are those of the inner optimizer,
     which updates only this rank's pieces of the parameters; learning rates and other options may
     be changed there as usual. The model keeps its full parameters below stage 3.
+
+    Between `backward()` and `step()` the `.grad` of the model's parameters stands for the reduced
+    gradients: torch's clipping functions, norms and changes in place act on what will be applied.
+    These calls wait for the reduction, as `synchronize()` does, so all ranks make them. Under
+    `no_sync()` gradients are this rank's own. After `step()` they are gone, but for stage 0, which
+    keeps the averages until `zero_grad()` as Horovod does; ask `grad_norm()` for their norm.
 
     Attributes:
         inner: The wrapped optimizer.
@@ -96,6 +102,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             prefix=self.prefix,
             average=average,
             before_rest=None if self.units is None else self.units.settle,
+            synchronize=unless_gone(self.synchronize),
         )
         self._skip_synchronize = False
         self._is_made = False
@@ -106,6 +113,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._is_made = True
         self._shard_initially(named)
         collectives.log.reset()
+        if collectives.size > 1:
+            joining.note(self)
         if self.units is not None:
             self.units.on_gather = unless_gone(self.gradients.renew_log)
 
@@ -126,6 +135,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return sharing
 
     # -- being a torch optimizer -------------------------------------------------------------
+
+    @property
+    def _resembles(self) -> bool:
+        return bool(vars(self).get("_is_made"))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -284,9 +297,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def meet(self, call: Call) -> None:
         """Return when all ranks have made the same call; raise on all of them otherwise."""
-        self.rendezvous.check()  # of a step under way
-        self.rendezvous.open(call, self._agreed.trainable(), options=self._agreed.options())
-        self.rendezvous.check()
+        self.gradients.meet(call)
 
     # -- a step --------------------------------------------------------------------------------
 
@@ -305,13 +316,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """`step()` inside does not synchronize: gradients are as `synchronize()` left them."""
-        if self.config.stage > 0 and not self.gradients.clipped:
-            warnings.warn(
-                "after synchronize() the reduced gradients are those of opt.param_groups; the "
-                "model's own are gone, so torch.nn.utils.clip_grad_norm_(model.parameters()) did "
-                "nothing. Call opt.clip_grad_norm_() instead.",
-                stacklevel=3,
-            )
         self._skip_synchronize = True
         try:
             yield
@@ -333,7 +337,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(
-        self, closure: Callable[[], Any] | None = None, *, weight: float | None = None
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        weight: float | None = None,
+        **options: Any,
     ) -> Any:
         """Reduce what is left to reduce, update this rank's shard, and share the new parameters.
 
@@ -341,6 +349,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             closure: Computes the loss and its gradients; called once, before anything else.
             weight: How much this rank's gradients count. They must not have left yet: say
                 `zero.weight(n)` before the backward pass, or run it under `no_sync()`.
+            options: For the inner optimizer's own `step()`.
 
         Returns:
             What `closure` returned.
@@ -351,6 +360,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "different steps: write scaler = zero.GradScaler(...) in its place, with the same "
                 "arguments; a scaler class of your own derives from zero.GradScaler"
             )
+        try:
+            return self._step(closure, weight, options)
+        except BaseException:
+            self.gradients.use_up_weight()
+            raise
+
+    def _step(
+        self, closure: Callable[[], Any] | None, weight: float | None, options: dict[str, Any]
+    ) -> Any:
         if weight is not None:
             self.gradients.announce(weight)
         loss = None
@@ -363,18 +381,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
         for section in self.sections:
             section.check_in_place()
+            section.check_gradients()
         if self.units is not None and self.gradients.synchronized:
             self.units.settle()  # the model may have run since; what it gathered is out of date
         if self.config.grad_clip is not None:
             self.clip_grad_norm_(self.config.grad_clip)
-        self._update()
+        self._update(options)
         self.gradients.end()
         self._loaded = None
         if self.units is not None:
             self.units.loaded = {}
         if self._sharing is not None:
             self._sharing.steps += 1
-        weighting.clear()
         return loss
 
     def _changing(self) -> contextlib.AbstractContextManager[Any]:
@@ -383,20 +401,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return contextlib.nullcontext()
         return self._sharing.guard.changing()
 
-    def _update(self) -> None:
+    def _update(self, options: dict[str, Any]) -> None:
         if not self.gradients.synchronized:
             self._adopt_unfrozen()
             self.gradients.send_rest()
             if self.gradients.weight is not None:
                 self.gradients.await_reduced()  # the sum of all weights comes before any update
+        if self.gradients.synchronized:
+            for section in self.sections:
+                section.drop_unwanted()
         self.gradients.sentinel.grad = None
-        split = update.can_be_split(self.inner)
+        split = update.can_be_split(self.inner) and not options
         if not split:  # its step() or hooks may keep gradients
             for section in self.sections:
                 section.reducer.show_to_user()
         waves = update.plan_waves(self.sections, self.offload, split=split)
+        synchronized = self.gradients.synchronized
         with self._changing():  # all ranks have come to this step
-            update.run(waves, self.inner, self.offload, synchronized=self.gradients.synchronized)
+            update.run(waves, self.inner, self.offload, options, synchronized=synchronized)
         for section in self.sections:
             section.reducer.drop_full()
         self._note_written()
@@ -416,6 +438,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
         if self.gradients.synchronized:
             self.gradients.end()
+        self.gradients.cleared()
         if set_to_none:
             self.gradients.release()
         for param in self.all_params():
@@ -431,8 +454,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     ) -> torch.Tensor:
         """Scale the reduced gradients so that their global norm is at most `max_norm`.
 
-        Use it in place of `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`, which would
-        see only local gradients, or none. All ranks must call it.
+        `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)` does the same, and takes a little
+        longer. All ranks must call it.
 
         Returns:
             The norm of all gradients together, before clipping; the same on every rank.
@@ -446,6 +469,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
         self.gradients.clip(norm, float(max_norm))
         return torch.tensor(norm)
+
+    @torch.no_grad()
+    def grad_norm(self, norm_type: float = 2.0) -> float:
+        """The norm of the reduced gradients of all parameters together; all ranks must call it.
+
+        Before `step()` it is that of the gradients which will be applied, and waits for their
+        reduction; after `step()`, until `zero_grad()` or the next backward pass, of those which
+        were applied, clipped if they were.
+        """
+        p = check_norm_type(norm_type)
+        if self.gradients.begun or self.gradients.weight_waits:
+            self.synchronize()
+        self.gradients.meet(Call.NORM)
+        return self.gradients.norm_of_shards(p)
 
     # -- for zero.GradScaler -------------------------------------------------------------------
 
@@ -516,10 +553,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Every rank passes the whole state and keeps its own part; nothing is communicated. If only
         rank 0 does, `hvd.broadcast_optimizer_state(opt, root_rank=0)` must follow on all ranks.
         """
-        with self._changing():
-            state.load(self, state_dict)
-            self.loaded()
-        self._keep_for_others(state_dict)
+
+        def load(given: dict[str, Any]) -> None:
+            with self._changing():
+                state.load(self, given)
+                self.loaded()
+            self._keep_for_others(given)
+
+        compat.with_load_state_dict_hooks(self, state_dict, load)
 
     def loaded(self) -> None:
         """State has been written from outside: move it where it lives, and let ranks compare how
@@ -547,6 +588,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.gradients.close()
         if self._sharing is not None:
             self._sharing.close()
+        joining.forget(self)
         for section in self.sections:
             section.set_owner(None)
 

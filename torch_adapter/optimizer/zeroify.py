@@ -10,7 +10,7 @@ import torch
 
 from zerohvd.stage3.planning import PERSIST_BELOW, UnitOptions
 from zerohvd.torch.communication.collectives import TorchCollectives, join
-from zerohvd.torch.optimizer.distributed import DistributedOptimizer
+from zerohvd.torch.optimizer.distributed import DistributedOptimizer, told_to_others
 from zerohvd.torch.optimizer.zero_optimizer import ZeroOptimizer
 from zerohvd.torch.params.owned import NamedParam, check_free, units_of
 from zerohvd.torch.stage3 import placeholder
@@ -47,23 +47,28 @@ def zeroify(
             backward pass: less traffic, more memory.
         options: Any keyword of `DistributedOptimizer` but `named_parameters`.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if "named_parameters" in options:
-        raise TypeError("zeroify() takes the names from the model: drop named_parameters")
-    said = {
-        "units": units,
-        "persist_below": persist_below,
-        "reshard_after_forward": reshard_after_forward,
-    }
+    with told_to_others(options.get("process_set")):
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if "named_parameters" in options:
+            raise TypeError("zeroify() takes the names from the model: drop named_parameters")
+        said = {
+            "units": units,
+            "persist_below": persist_below,
+            "reshard_after_forward": reshard_after_forward,
+        }
+        given = {key: value for key, value in said.items() if value is not None}
+        if given and stage != 3:
+            what = ", ".join(given)
+            raise ValueError(f"{what} can be given with stage=3 only, and stage is {stage}")
+        for name, param in model.named_parameters():
+            check_free(NamedParam(name, param))
     _let_go(model)
-    given = {key: value for key, value in said.items() if value is not None}
-    if stage != 3:
-        materialise(model, list(model.parameters()))
-    if stage == 3:
-        options["_units"] = _plan(model, options.get("process_set"), given)
-    elif given:
-        raise ValueError(f"{', '.join(given)} can be given with stage=3 only, and stage is {stage}")
+    with told_to_others(options.get("process_set")):
+        if stage == 3:
+            options["_units"] = _plan(model, options.get("process_set"), given)
+        else:
+            materialise(model, list(model.parameters()))
     sharded = DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters(), stage=stage, **options
     )
@@ -76,10 +81,9 @@ def zeroify(
 
 def _let_go(model: torch.nn.Module) -> None:
     """Make a model whole that an optimizer which is gone has left sharded."""
-    for name, param in model.named_parameters():
+    for param in model.parameters():
         units = units_of(param)
         if units is not None:
-            check_free(NamedParam(name, param))
             units.dissolve()
 
 

@@ -49,7 +49,8 @@ def _check_movable(
             "(model.to_empty(device=...), then its initialisation) before making the optimizer, or "
             "build it inside `with zero.deferred_init():` for zeroify(stage=3)"
         )
-    if param.dtype not in _MOVABLE:
+    frozen = not (param.is_floating_point() or param.is_complex())  # no gradient, ever
+    if param.dtype not in _MOVABLE and not frozen:
         raise ValueError(
             f"parameter {name!r} is {param.dtype}; gradients of "
             f"{', '.join(str(d) for d in _MOVABLE)} can be reduced"

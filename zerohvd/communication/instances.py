@@ -7,11 +7,17 @@ or that joined an elastic job later, has counted differently and would wait unde
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from zerohvd.communication.collectives import Collectives
+from zerohvd.communication.collectives import AsyncCollectives, Collectives, Handle
+from zerohvd.errors import DisagreementError
 
 _next: dict[int, int] = {}  # per process set: the lowest number that this rank has not used
+_reports: dict[int, tuple[Handle, Any]] = {}  # failures that the other ranks may not have heard of
+_NAME = "zero/agree/instance"
+_FAILED = 2**62  # in the place of a number
 
 
 def agree_on_instance(
@@ -24,9 +30,32 @@ def agree_on_instance(
         process_set: Its id; each has numbers of its own, as only its members count.
         counters: This rank's next numbers per process set; those of this process unless given.
     """
+    _await_report(process_set)
     mine = _next if counters is None else counters
     own = np.array([mine.get(process_set, 0)], np.int64)
-    agreed = collectives.allreduce(collectives.from_numpy(own), "max", name="zero/agree/instance")
+    agreed = collectives.allreduce(collectives.from_numpy(own), "max", name=_NAME)
     number = int(collectives.to_numpy(agreed)[0])
+    if number >= _FAILED:
+        raise DisagreementError(
+            "another rank could not make its optimizer: its own error says why. No rank has made "
+            "one; all ranks make optimizers together"
+        )
     mine[process_set] = number + 1
     return number
+
+
+def report_failure(collectives: AsyncCollectives, process_set: int = 0) -> None:
+    """Tell the ranks that call `agree_on_instance` that this one cannot; does not wait for them.
+
+    Without it they would wait until this rank makes another optimizer, and take that for theirs.
+    """
+    _await_report(process_set)
+    said = collectives.from_numpy(np.array([_FAILED], np.int64))
+    _reports[process_set] = (collectives.allreduce_start(said, "max", name=_NAME), said)
+
+
+def _await_report(process_set: int) -> None:
+    """One name must not be in flight twice."""
+    if process_set in _reports:
+        handle, _ = _reports.pop(process_set)
+        handle.wait()

@@ -23,6 +23,7 @@ from zerohvd.errors import DisagreementError
 # its own check late, or fail before; the error must not depend on it.
 DETAILS_PATIENCE = 20.0
 _POLL = 1e-3
+_TURN = 0.5  # seconds; longer than the patience before a wait serves other ranks
 
 
 class Call(enum.IntEnum):
@@ -35,6 +36,8 @@ class Call(enum.IntEnum):
     LOAD = 5
     FIT = 6
     FIT_COUNTED = 7
+    JOIN = 8
+    NORM = 9
 
     @property
     def said(self) -> str:
@@ -50,8 +53,15 @@ _SAID = {
     Call.LOAD: "zero.load()",
     Call.FIT: "model.fit() on data that counts no samples",
     Call.FIT_COUNTED: "model.fit() on a part from zero.shard_dataset",
+    Call.JOIN: "hvd.join()",
+    Call.NORM: "grad_norm(), or the norm of a param.grad",
 }
 TOGETHER = "All ranks make these calls together: do not put one behind `if hvd.rank() == 0`"
+NO_LEAVING = (
+    "No rank can leave early: every step needs its shard. Let it go on without a batch until all "
+    "ranks are through: `for batch in zero.even_steps(loader)`, which gives None then, with "
+    "zero.weight(0) and opt.step()"
+)
 SAME_DATA = ", and fit the same kind of data on all of them"
 
 
@@ -132,6 +142,13 @@ class Rendezvous:
         groups = _extremes(lowest, highest) if heard is None else _by_rank(heard)
         raise DisagreementError(_difference(groups, lowest, highest))
 
+    def come_together(self, seconds: float) -> bool:
+        """`check`, but not for longer than `seconds`; return whether the ranks have come."""
+        if self._open is not None and not self._wait_for(self._open[2], seconds):
+            return False
+        self.check()
+        return True
+
     def _hear_all(self, claims: Claims) -> list[Claims] | None:
         """What each rank said, in rank order; None if a rank does not come to tell."""
         c = self._collectives
@@ -139,20 +156,34 @@ class Rendezvous:
         heard = c.from_numpy(np.zeros(len(claims) * c.size, np.float64))
         lengths = [len(claims)] * c.size
         handle = c.gather_into(heard, own, lengths, name=f"{self._name}/who")
-        if not self._wait_for(handle):
+        if not self._wait_for(handle, DETAILS_PATIENCE):
             return None
         handle.wait()
         return [Claims(*row) for row in c.to_numpy(heard).reshape(c.size, -1).tolist()]
 
-    def _wait_for(self, handle: Handle) -> bool:
+    def _wait_for(self, handle: Handle, seconds: float) -> bool:
         if self._waiting is not None:
-            return self._waiting.wait_for([handle], DETAILS_PATIENCE)
-        deadline = time.monotonic() + DETAILS_PATIENCE
+            return self._waiting.wait_for([handle], seconds)
+        deadline = time.monotonic() + seconds
         while not handle.done():
             if time.monotonic() > deadline:
                 return False
             time.sleep(_POLL)
         return True
+
+
+def come_to_all(places: Sequence[Rendezvous], call: Call) -> None:
+    """Return when all ranks have made the same call, which concerns several optimizers; raise on
+    all ranks when one of them does something else with any of these."""
+    for place in places:
+        place.check()  # of a step under way
+        place.open(call, ())
+    left = list(places)
+    while len(left) > 1:
+        # In turn: the ranks that do something else may do it with any of them.
+        left = [place for place in left if not place.come_together(_TURN)]
+    for place in left:
+        place.check()
 
 
 def different_calls(calls: Sequence[int]) -> DisagreementError | None:
@@ -244,6 +275,8 @@ def _calls_differ(groups: Grouping) -> str:
     found = groups(lambda c: c.call)
     calls = [Call(int(g.claims.call)) for g in found]
     said = ", ".join(f"{g.who} {call.said}" for g, call in zip(found, calls, strict=True))
+    if Call.JOIN in calls:
+        return f"some ranks called something else than others: {said}. {NO_LEAVING}"
     fits = any(call in (Call.FIT, Call.FIT_COUNTED) for call in calls)
     return (
         f"some ranks called something else than others: {said}. "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -28,16 +29,29 @@ class Announced:
 
     Attributes:
         held: A step that takes the weight does not use it up.
+        number: How many weights have been announced so far.
     """
 
     def __init__(self) -> None:
         self.value: Any = None
+        self.number = 0
         self.held = False
         self._may_enter_loss = True
         self._in_loss: set[int] = set()  # ids of the optimizers whose loss contains the weight
+        self._listeners: list[weakref.WeakMethod[Callable[[Any], None]]] = []
 
     def announce(self, value: Any, *, held: bool = False) -> None:
         self.value, self.held = value, held
+        self.number += 1
+        self._listeners = [listener for listener in self._listeners if listener() is not None]
+        for listener in self._listeners:
+            call = listener()
+            if call is not None:
+                call(value)
+
+    def tell(self, listener: Callable[[Any], None]) -> None:
+        """Call this method, while its object lives, with every weight that is announced."""
+        self._listeners.append(weakref.WeakMethod(listener))
 
     def take(self) -> Any:
         """Return the weight, and forget it unless it is held."""
@@ -105,8 +119,9 @@ class weight:
     Gradients are averages over the rank's own batch; with the number of its samples as the
     weight, the result equals one process on the union of all samples. A rank without a batch
     gives 0 and skips its backward pass, but not `opt.step()`. Every rank has to give a weight.
+    It counts for the next step of each optimizer, whether that step succeeds or not.
 
-        zero.weight(len(batch))                       # until the next opt.step()
+        zero.weight(len(batch))                       # for the next opt.step()
         with zero.weight(len(batch)): loss.backward() # the same
     """
 
@@ -132,10 +147,7 @@ class weight:
         return f"zero.weight({self.value:g})"
 
 
-def announced() -> float | None:
-    """Return the weight of the step to come, None if none has been announced."""
-    value: float | None = _announced.value
-    return value
+tell = _announced.tell
 
 
 def clear() -> None:
@@ -143,17 +155,54 @@ def clear() -> None:
     _announced.clear()
 
 
-def check_unchanged(used: float | None) -> None:
-    """Raise if the announced weight is not the one gradients of this step have left with.
+class StepWeights:
+    """The weights of one optimizer's steps: what is announced counts for one step of each.
 
-    A weight that came too late, or changed, would be ignored silently.
+    Attributes:
+        value: Of the step under way; None: all ranks count alike, or no step has begun.
     """
-    value = announced()
-    if value == used:
-        return
-    said = "no weight" if value is None else f"zero.weight({value:g})"
-    left = "no weight" if used is None else f"weight {used:g}"
-    raise ValueError(
-        f"{said} came after gradients of this step had left with {left}. Give one weight per "
-        "step, before its first backward pass"
-    )
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+        self._used = _announced.number  # what was said before this optimizer was made is not for it
+        self._begun = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether a weight has been announced for a step that has not begun."""
+        return _announced.value is not None and _announced.number > self._used
+
+    def begin(self) -> float | None:
+        """Return the weight of the step under way; the first call takes the announced one."""
+        if not self._begun:
+            self._begun = True
+            self.value = _announced.value if self.waits else None
+            self._used = _announced.number
+        return self.value
+
+    def give(self, value: float) -> None:
+        """Set the weight of this optimizer's step, which has not begun: no other one sees it."""
+        self.value, self._begun, self._used = value, True, _announced.number
+
+    def check_unchanged(self) -> None:
+        """Raise if another weight has been announced since gradients of this step have left: it
+        would be ignored silently."""
+        value: float | None = _announced.value
+        if value is None or value == self.value:
+            self.use_up()  # the same weight once more, for another pass of this step
+        if _announced.number == self._used:
+            return
+        left = "no weight" if self.value is None else f"weight {self.value:g}"
+        raise ValueError(
+            f"zero.weight({value:g}) came after gradients of this step had left with {left}. Give "
+            "one weight per step, before its first backward pass"
+        )
+
+    def use_up(self) -> None:
+        """What has been announced so far counts for no step to come."""
+        self._used = _announced.number
+
+    def end(self) -> None:
+        """The step is over, applied or not."""
+        self.begin()
+        self.value, self._begun = None, False

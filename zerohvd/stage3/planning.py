@@ -141,6 +141,11 @@ class ModelPlan:
         return [p for p in members if p in behind], [p for p in members if p not in behind]
 
 
+def _stays(spec: ParamSpec, options: UnitOptions) -> bool:
+    """Whether a parameter stays gathered: a small one, or one that can have no gradient."""
+    return spec.numel < options.persist_below or "float" not in spec.dtype
+
+
 def plan_units(
     model: Node, options: UnitOptions, *, base: type = object, noun: str = "module"
 ) -> ModelPlan:
@@ -154,7 +159,7 @@ def plan_units(
     """
     chosen = _choose(model, options.units, base, noun)
     home, found = _homes(model, chosen)
-    small = {p for p, planned in found.items() if planned.spec.numel < options.persist_below}
+    small = {p for p, planned in found.items() if _stays(planned.spec, options)}
     units = []
     for module, node in {model.module: model, **chosen}.items():
         params = [p for p, unit in home.items() if unit is module and p not in small]

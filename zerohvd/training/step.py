@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -20,7 +20,7 @@ from zerohvd.communication.collectives import AsyncCollectives
 from zerohvd.communication.log import CommLog
 from zerohvd.communication.rendezvous import Call, Rendezvous
 from zerohvd.communication.rounds import Reducer, Rounds, Section
-from zerohvd.numerics import finish_norm, local_norm
+from zerohvd.numerics import finish_norm, local_norm, local_norms
 
 
 class Param(Protocol):
@@ -110,7 +110,6 @@ class GradientStep(abc.ABC, Generic[S]):
         sections: The parameters, in the order in which they were added.
         begun: The other ranks have been told that a step is under way.
         synchronized: The pieces hold the reduced gradients of the step.
-        weight: How much this rank counts in the step; None: as much as any other.
         average: Gradients are averaged over the ranks; else they are summed.
         rounds: Which gradients leave when.
     """
@@ -140,6 +139,7 @@ class GradientStep(abc.ABC, Generic[S]):
         self.average, self.rounds = average, rounds
         self._collectives, self._prefix = collectives, prefix
         self._rendezvous, self._agreed, self._before_rest = rendezvous, agreed, before_rest
+        self._weights = weighting.StepWeights()
         self._accumulate_only = False
         self._log_is_stale = False
         self.reset()
@@ -148,7 +148,11 @@ class GradientStep(abc.ABC, Generic[S]):
         """Forget the step."""
         self.begun = False
         self.synchronized = False
-        self.weight: float | None = None
+
+    @property
+    def weight(self) -> float | None:
+        """How much this rank counts in the step; None: as much as any other."""
+        return self._weights.value
 
     # -- arrival -----------------------------------------------------------------------------------
 
@@ -162,7 +166,7 @@ class GradientStep(abc.ABC, Generic[S]):
             self.rounds.accumulated(section, index)
             return
         self.begin()
-        weighting.check_unchanged(self.weight)
+        self._weights.check_unchanged()
         self.rounds.arrived(section, index)
 
     def begin(self) -> None:
@@ -171,8 +175,7 @@ class GradientStep(abc.ABC, Generic[S]):
             return
         self.begun = True
         self.renew_log()
-        self.weight = weighting.announced()
-        if self.weight is not None and not self.average:
+        if self._weights.begin() is not None and not self.average:
             raise ValueError(weighting.NEEDS_AVERAGE)
         self.rounds.weight = self.weight
         self.rounds.notice_frozen()
@@ -199,7 +202,16 @@ class GradientStep(abc.ABC, Generic[S]):
                 "zero.weight(n) before the backward pass, or run the backward pass under "
                 "`with opt.no_sync():`"
             )
-        weighting.weight(value)
+        self._weights.give(value)
+
+    @property
+    def weight_waits(self) -> bool:
+        """Whether a weight has been announced for a step that has not begun."""
+        return self._weights.waits
+
+    def use_up_weight(self) -> None:
+        """The step has failed: what was announced for it must not count for another one."""
+        self._weights.use_up()
 
     def compare_and_restart(self) -> None:
         """Wait for the other ranks to begin the same step, then let it begin anew: parameters are
@@ -223,7 +235,7 @@ class GradientStep(abc.ABC, Generic[S]):
     def send_rest(self) -> None:
         """Send all that has not left yet; all ranks must call it."""
         self.begin()
-        weighting.check_unchanged(self.weight)
+        self._weights.check_unchanged()
         self._rendezvous.check()  # before waiting for buckets that other ranks may never send
         if self._before_rest is not None:
             self._before_rest()
@@ -254,10 +266,13 @@ class GradientStep(abc.ABC, Generic[S]):
     @limits.during(Call.STEP.said)
     def agree(self, value: float, op: str, what: str) -> float:
         """Combine a number of every rank; all ranks must call it."""
+        return self._agree([value], op, what)[0]
+
+    def _agree(self, values: Sequence[float], op: str, what: str) -> list[float]:
         c = self._collectives
-        agreed = c.from_numpy(np.array([value], np.float64))
+        agreed = c.from_numpy(np.array(values, np.float64))
         c.allreduce_start(agreed, op, name=f"{self._prefix}/{what}").wait()
-        return float(c.to_numpy(agreed)[0])
+        return [float(value) for value in c.to_numpy(agreed)]
 
     def joint_norm(self, norms: Sequence[float], p: float, *, replicated: bool) -> float:
         """The p-norm of the gradients of all ranks, from the norms of this rank's.
@@ -268,11 +283,28 @@ class GradientStep(abc.ABC, Generic[S]):
         local, op = local_norm(norms, p)
         return finish_norm(local if replicated else self.agree(local, op, "norm"), p)
 
+    def meet(self, call: Call) -> None:
+        """Return when all ranks have made the same call; raise on all of them otherwise."""
+        self._rendezvous.check()  # of a step under way
+        self._rendezvous.open(call, self._agreed.trainable(), options=self._agreed.options())
+        self._rendezvous.check()
+
+    def joint_norms(
+        self, norms: Iterable[tuple[int, float]], length: int, p: float, *, replicated: bool
+    ) -> list[float]:
+        """The same for each of `length` parameters, from (parameter, norm of a part of it)."""
+        totals, op = local_norms(norms, length, p), local_norm([], p)[1]
+        self.meet(Call.NORM)
+        if not replicated:
+            totals = self._agree(totals, op, "norms")
+        return [finish_norm(total, p) for total in totals]
+
     # -- the end of a step -------------------------------------------------------------------------
 
     def end(self) -> None:
         """Forget the gradients that have been reduced: they are applied, or not wanted."""
         self.rounds.begin_step()
+        self._weights.end()
         self.reset()
         self._log_is_stale = True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import horovod.torch as hvd
 import pytest
 import torch
+from horovod.torch import join as join_as_imported_before
 from torch import nn
 from training import (
     STAGES,
@@ -15,6 +16,7 @@ from training import (
     make_model,
     plain,
     sharded,
+    train,
 )
 
 import zerohvd.torch as zero
@@ -74,6 +76,58 @@ def test_other_frozen_parameters_on_one_rank(stage):
     loss_of(model, batch(0, hvd.rank())).backward()
     with pytest.raises(zero.DisagreementError, match="require gradients"):
         opt.step()
+
+
+@needs_ranks
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_constructor_that_fails_on_one_rank_is_an_error_on_all(stage):
+    for mistake in ({"grad_clip": -1.0}, {"groups": -1}):
+        error = (ValueError, next(iter(mistake)))
+        if hvd.rank() > 0:
+            mistake, error = {}, (zero.DisagreementError, "another rank could not make")
+        with pytest.raises(error[0], match=error[1]):
+            wrap(make_model(), stage=stage, **mistake)
+    model = make_model()
+    opt = wrap(model, stage=stage)
+    with pytest.raises((ValueError, zero.DisagreementError), match=r"close\(\)|another rank"):
+        wrap(model if hvd.rank() == 0 else make_model(), stage=stage)
+    train(model, opt, steps=1)
+
+
+@needs_ranks
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_that_joins_early_is_an_error_on_all(stage):
+    model = make_model()
+    opt = wrap(model, stage=stage)
+    train(model, opt, steps=2)  # by now Horovod has the operations of a step in its cache
+    with pytest.raises(RuntimeError, match=r"rank 0 hvd\.join\(\).*zero\.even_steps"):
+        if hvd.rank() == 0:
+            hvd.join()
+        else:
+            train(model, opt, steps=1)
+
+
+@needs_ranks
+def test_a_rank_that_joins_while_the_others_use_the_second_optimizer():
+    models = [make_model() for _ in range(2)]
+    opts = [wrap(model) for model in models]
+    for model, opt in zip(models, opts, strict=True):
+        train(model, opt, steps=2)
+    with pytest.raises(RuntimeError, match=r"rank 0 hvd\.join\(\)"):
+        if hvd.rank() == 0:
+            hvd.join()
+        else:
+            train(models[1], opts[1], steps=1)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_that_join_together_go_on(stage):
+    model = make_model()
+    opt = wrap(model, stage=stage)
+    for _ in range(2):
+        train(model, opt, steps=2)
+        assert hvd.join() in range(hvd.size())
+    assert join_as_imported_before() in range(hvd.size())
 
 
 @pytest.mark.parametrize(

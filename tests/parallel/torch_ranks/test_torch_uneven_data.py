@@ -31,7 +31,7 @@ def samples_of(step, rank):
     return 0 if step == 1 and rank == 0 else 1 + (3 * rank + step) % 5
 
 
-def on_all_samples(steps=3):
+def on_all_samples(steps=3, clip=lambda model: None):
     model = make_model(cls=MatrixNet)
     opt = sgd(model.parameters())
     for step in range(steps):
@@ -40,6 +40,7 @@ def on_all_samples(steps=3):
             continue
         opt.zero_grad()
         loss_of(model, tuple(torch.cat(t) for t in zip(*parts, strict=True))).backward()
+        clip(model)
         opt.step()
     return model
 
@@ -74,6 +75,28 @@ def test_weights_give_the_result_of_the_union(way, stage):
     assert_replicated(model)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_torchs_clipping_works_on_a_rank_without_a_batch(stage):
+    if hvd.size() == 1:
+        return
+
+    def clip(model):
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+    model = make_model(cls=MatrixNet)
+    opt = distribute(model, sgd(model.parameters()), stage=stage, bucket_bytes=300)
+    for step in range(3):
+        model.zero_grad()
+        count = samples_of(step, hvd.rank())
+        zero.weight(count)
+        if count:
+            loss_of(model, batch(step, hvd.rank(), count)).backward()
+        clip(model)
+        opt.step()
+    assert_same(on_all_samples(clip=clip), model, exact=False)
+    assert_replicated(model)
+
+
 def test_a_weight_after_gradients_have_left_is_refused():
     model = make_model(cls=MatrixNet)
     opt = zero.DistributedOptimizer(sgd(model.parameters()), stage=2)
@@ -99,6 +122,52 @@ def test_weights_on_some_ranks_only_are_an_error_on_all():
     loss_of(model, batch(0, hvd.rank())).backward()
     with pytest.raises(zero.DisagreementError, match="gave a weight"):
         opt.step()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_two_optimizers_over_one_backward_pass_use_the_weight(stage):
+    model = make_model(cls=MatrixNet)
+    body = [*model.embed.parameters(), *model.up.parameters()]
+    opts = [
+        zero.DistributedOptimizer(sgd(part), stage=stage, bucket_bytes=300)
+        for part in (body, list(model.head.parameters()))
+    ]
+    for step in range(3):
+        count = samples_of(step, hvd.rank()) if hvd.size() > 1 else samples_of(step, 1)
+        for opt in opts:
+            opt.zero_grad()
+        zero.weight(count)
+        if count:
+            loss_of(model, batch(step, hvd.rank(), count)).backward()
+        for opt in opts:
+            opt.step()
+    if hvd.size() > 1:
+        assert_same(on_all_samples(), model, exact=False)
+    assert_replicated(model)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_weight_of_a_step_that_failed_is_used_up(stage):
+    model = make_model(cls=MatrixNet)
+    opt = distribute(model, sgd(model.parameters()), stage=stage)
+    zero.weight(0)
+    with pytest.raises(ValueError, match="weight 0"):
+        opt.step()
+    zero.weight(1 + 5 * hvd.rank())
+    with pytest.raises(KeyError):
+        opt.step(lambda: {}["no such loss"])
+    opt.zero_grad()
+    expected = make_model(cls=MatrixNet)
+    theirs = hvd.DistributedOptimizer(
+        sgd(expected.parameters()), named_parameters=expected.named_parameters()
+    )
+    other = make_model(cls=MatrixNet)
+    new = distribute(other, sgd(other.parameters()), stage=stage)
+    for net, each in ((expected, theirs), (model, opt), (other, new)):
+        loss_of(net, batch(0, hvd.rank())).backward()
+        each.step()
+    assert_same(expected, model, exact=False, tol=1e-7)
+    assert_same(expected, other, exact=False, tol=1e-7)
 
 
 def test_no_samples_at_all_is_an_error_on_all():

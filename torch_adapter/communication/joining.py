@@ -1,0 +1,48 @@
+"""hvd.join() with sharded optimizers: all ranks at once, or an error on all of them."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Protocol
+
+import horovod.torch as hvd
+
+from zerohvd.communication.rendezvous import Call, Rendezvous, come_to_all
+from zerohvd.torch import compat
+
+
+class Sharded(Protocol):
+    """A sharded optimizer; see ZeroOptimizer."""
+
+    rendezvous: Rendezvous
+
+
+_living: weakref.WeakValueDictionary[int, Sharded] = weakref.WeakValueDictionary()
+_count = 0
+
+
+def note(optimizer: Sharded) -> None:
+    """Note an optimizer whose steps need all ranks of its process set."""
+    global _count
+    _count += 1
+    _living[_count] = optimizer
+
+
+def forget(optimizer: Sharded) -> None:
+    for number, each in list(_living.items()):
+        if each is optimizer:
+            del _living[number]
+
+
+def _join() -> int | None:
+    """Horovod's join() supports allreduce only, and a sharded step needs every rank."""
+    optimizers = [_living[number] for number in sorted(_living)]
+    if not optimizers:
+        return None
+    come_to_all([each.rendezvous for each in optimizers], Call.JOIN)
+    last: int = hvd.size() - 1
+    return last
+
+
+def register() -> None:
+    compat.replace_join(_join)
