@@ -9,6 +9,7 @@ import horovod.torch as hvd
 
 from zerohvd.communication.rendezvous import Call, Rendezvous, come_to_all
 from zerohvd.torch import compat
+from zerohvd.torch.communication.collectives import join
 
 
 class Sharded(Protocol):
@@ -37,9 +38,14 @@ def forget(optimizer: Sharded) -> None:
 def _join() -> int | None:
     """Horovod's join() supports allreduce only, and a sharded step needs every rank."""
     optimizers = [_living[number] for number in sorted(_living)]
-    if not optimizers:
+    if not _count:
         return None
-    come_to_all([each.rendezvous for each in optimizers], Call.JOIN)
+    # A joined rank takes part in every operation that Horovod has cached, and an alltoall crashes
+    # it: those of optimizers that are gone are cached too.
+    if optimizers:
+        come_to_all([each.rendezvous for each in optimizers], Call.JOIN)
+    else:
+        join().barrier(name="zero/join")
     last: int = hvd.size() - 1
     return last
 
