@@ -17,8 +17,6 @@ if __name__ != "zerohvd.torch":
 import os
 from typing import Any
 
-import horovod.torch
-
 from zerohvd.launchers import allow_single_process, spare_fusion_buffers
 from zerohvd.limits import name_missing_ranks
 from zerohvd.versions import require_torch
@@ -80,8 +78,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    import horovod.torch as plain
+
     try:
-        return getattr(horovod.torch, name)
+        return getattr(plain, name)
     except AttributeError:
         raise AttributeError(
             f"neither zerohvd.torch nor horovod.torch has {name!r}"
