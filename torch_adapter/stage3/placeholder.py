@@ -1,7 +1,8 @@
 """Placeholder of a sharded parameter: raises an error with the parameter's name on access.
 
 The parameter keeps its identity, shape, dtype, gradient and hooks. Its data is a tensor of one
-element, expanded to the shape, and whatever would read or write values raises.
+element, expanded to the shape. Whatever would read its values gathers it if a pass of the model
+runs, and raises otherwise; whatever would write them raises.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 
 from zerohvd.errors import ShardedStateError
-from zerohvd.torch.compat import without_torch_function
+from zerohvd.torch.compat import tree_iter, tree_map, without_torch_function
+from zerohvd.torch.params.owned import units_of
 
 _NAME, _PARAM = "_zerohvd_name", "_zerohvd_param"
 
@@ -81,21 +83,54 @@ def _call_without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     attribute = ""
     if name in ("__get__", "__set__", "__delete__"):
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-    if attribute == "data" and name == "__get__":
-        return _detached(args[0])
     if attribute == "data" and name == "__set__" and args[1] is args[0]:
         return None  # model.to() of where it is already
     if not attribute and name in _FUNCTIONS:
         with without_torch_function():
             return func(*args, **kwargs)
-    if name == "detach":
+    if name == "detach" or (attribute == "data" and name == "__get__"):
         return _detached(args[0])
     if name == "__repr__":
         return _describe(args[0])
+    if func is torch.autograd.grad:
+        args, kwargs = tree_map(_edge, (args, kwargs))
+        return func(*args, **kwargs)
     if name in ("to", "cpu") and _goes_nowhere(args, kwargs):
         return args[0]
-    placeholder = _first_placeholder((*args, *kwargs.values()))
-    raise _refusal(placeholder, f".{attribute}" if attribute else f"{name}()")
+    found = [leaf for leaf in tree_iter((args, kwargs)) if is_placeholder(leaf)]
+    if found and not _writes(name, kwargs) and all(_borrow(leaf) for leaf in found):
+        args, kwargs = tree_map(_with_values, (args, kwargs))
+        return func(*args, **kwargs)
+    raise _refusal(found[0] if found else None, f".{attribute}" if attribute else f"{name}()")
+
+
+def _writes(name: str, kwargs: dict[str, Any]) -> bool:
+    """Whether a function changes its first argument, or `out`: a sharded one would lose it."""
+    if name in ("__set__", "__delete__", "__setitem__") or kwargs.get("out") is not None:
+        return True
+    if name.startswith("__i"):  # __iadd__ and others
+        return name not in ("__iter__", "__invert__", "__index__", "__int__")
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _borrow(placeholder: Any) -> bool:
+    """Gather the parameter for the pass that runs now; False: there is none."""
+    param = parameter_of(placeholder)
+    units = units_of(param)
+    return units is not None and (not is_placeholder(param) or units.borrow_for(param))
+
+
+def _edge(value: Any) -> Any:
+    """The place in the graph that is all a backward pass needs of a parameter."""
+    if not is_placeholder(value):
+        return value
+    with without_torch_function():
+        return torch.autograd.graph.get_gradient_edge(value)
+
+
+def _with_values(value: Any) -> Any:
+    """What `detach()` gave of a parameter that was sharded then and is gathered now."""
+    return parameter_of(value).detach() if isinstance(value, PlaceholderTensor) else value
 
 
 def _goes_nowhere(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -120,17 +155,6 @@ def _detached(placeholder: torch.Tensor) -> PlaceholderTensor:
     return view
 
 
-def _first_placeholder(values: Any) -> Any:
-    for value in values:
-        if isinstance(value, _Placeholder):
-            return value
-        if isinstance(value, (list, tuple)):
-            found = _first_placeholder(value)
-            if found is not None:
-                return found
-    return None
-
-
 def _describe(placeholder: Any) -> str:
     with without_torch_function():
         shape, dtype = tuple(placeholder.shape), placeholder.dtype
@@ -142,8 +166,8 @@ def _refusal(placeholder: Any, what: str) -> ShardedStateError:
     return ShardedStateError(
         f"{what} needs the values of parameter {name!r}, which is sharded over the ranks: no rank "
         "holds it whole now. Run the module that uses it, or read and write it, on every rank, "
-        "inside `with zero.gathered(module_or_parameter):`; for all of them call "
-        "model.state_dict()."
+        "inside `with zero.gathered(module_or_parameter):` (writable=True to write); for all of "
+        "them call model.state_dict()."
     )
 
 

@@ -42,6 +42,10 @@ class ModuleUnit(Unit[UnitFlats]):
         self.running: list[tuple[nn.Module, Use | None]] = []  # innermost last
         self.made = 0  # parts, ever: each has names of its own for its collectives
 
+    def any_view(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether one of these lies in the memory that is freed when the unit is resharded."""
+        return any(part.is_view(tensor) for part in self.parts for tensor in tensors)
+
 
 class Units(UnitLifecycle[ModuleUnit]):
     """All units of a model, with their memory."""
@@ -188,16 +192,33 @@ class Units(UnitLifecycle[ModuleUnit]):
     def leave(self, unit: ModuleUnit, use: Use, outputs: Any) -> None:
         """The module has run, or has failed: then there are no outputs."""
         recorded = compat.in_backward()
+        escaping: list[ModuleUnit] = []
         try:
+            found: list[torch.Tensor] = []
+            _find_tensors(outputs, found, set())
+            escaping = [u for u in (unit, *use.borrowed) if u.any_view(found)]
             if torch.is_grad_enabled() and outputs is not None:
-                recorded = self._hook_outputs(unit, use, outputs) or recorded
+                found = [tensor for tensor in found if tensor.requires_grad]
+                recorded = self._hook_outputs(unit, use, found) or recorded
         finally:
-            self.end_forward(unit, use, last_use=not recorded)
+            self.end_forward(unit, use, last_use=not recorded, escaping=escaping)
+        for other in escaping:
+            if other.idle and (other is not self.root or not recorded):
+                raise _escaped(unit, other)
 
-    def _hook_outputs(self, unit: ModuleUnit, use: Use, outputs: Any) -> bool:
+    def borrow_for(self, param: nn.Parameter) -> bool:
+        """Gather a parameter that the pass which runs now uses itself; False: there is none."""
+        recomputed = compat.in_backward()
+        if recomputed and self.starts_backward():
+            compat.after_backward(self.end_backward)
+        recorded = torch.is_grad_enabled()
+        return all(
+            self.borrow(unit, recomputed=recomputed, recorded=recorded)
+            for unit in self.of([param])
+        )
+
+    def _hook_outputs(self, unit: ModuleUnit, use: Use, found: list[torch.Tensor]) -> bool:
         """Let outputs tell when their gradients come; return whether any has a gradient."""
-        found: list[torch.Tensor] = []
-        _find_tensors(outputs, found, set())
         # A loss that a module keeps as an attribute starts a backward pass too.
         for module in unit.module.modules():
             found += [v for v in vars(module).values() if _is_new(v)]
@@ -225,6 +246,14 @@ class _BeforeBackward:
         self._units.before_backward(self._unit, self._use)
 
 
+def _escaped(unit: ModuleUnit, other: ModuleUnit) -> RuntimeError:
+    names = ", ".join(part.layout.params[0].name for part in other.parts)
+    return RuntimeError(
+        f"the module {unit.name!r} returns a view of its parameters ({names}, or one beside it), "
+        "whose memory is freed now that nothing around the module runs. Return a copy: .clone()"
+    )
+
+
 def _is_new(value: Any) -> bool:
     """Whether a value is a tensor that has a graph, and no hook of a unit yet."""
     return (
@@ -235,10 +264,9 @@ def _is_new(value: Any) -> bool:
 
 
 def _find_tensors(value: Any, found: list[torch.Tensor], seen: set[int]) -> None:
-    """Collect the tensors with a graph behind them in whatever a module returns."""
+    """Collect the tensors in whatever a module returns."""
     if isinstance(value, torch.Tensor):
-        if value.requires_grad:
-            found.append(value)
+        found.append(value)
         return
     if value is None or isinstance(value, (str, bytes, int, float, bool, type, nn.Module)):
         return
