@@ -7,6 +7,7 @@ runs, and raises otherwise; whatever would write them raises.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -64,18 +65,20 @@ class _Placeholder:
         return _call_without_values(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise _refusal(self, "copy.deepcopy()")
+        raise refusal(self, "copy.deepcopy()")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _refusal(self, "pickling")
+        raise refusal(self, "pickling")
 
 
-class PlaceholderParameter(_Placeholder, torch.nn.Parameter):
-    """A parameter without values; never constructed, only turned into by `hide`."""
+@functools.cache
+def _placeholder_class(kind: type[torch.nn.Parameter]) -> type[torch.nn.Parameter]:
+    """The class that parameters of class `kind` have while they are placeholders."""
+    return type(f"Placeholder{kind.__name__}", (_Placeholder, kind), {"_zerohvd_kind": kind})
 
 
 class PlaceholderTensor(_Placeholder, torch.Tensor):
-    """What `detach()` and `.data` give of a PlaceholderParameter."""
+    """What `detach()` and `.data` give of a parameter without values."""
 
 
 def _call_without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -101,7 +104,7 @@ def _call_without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if found and not _writes(name, kwargs) and all(_borrow(leaf) for leaf in found):
         args, kwargs = tree_map(_with_values, (args, kwargs))
         return func(*args, **kwargs)
-    raise _refusal(found[0] if found else None, f".{attribute}" if attribute else f"{name}()")
+    raise refusal(found[0] if found else None, f".{attribute}" if attribute else f"{name}()")
 
 
 def _writes(name: str, kwargs: dict[str, Any]) -> bool:
@@ -161,13 +164,23 @@ def _describe(placeholder: Any) -> str:
     return f"Parameter {getattr(placeholder, _NAME)!r} {shape} of {dtype}, sharded over the ranks"
 
 
-def _refusal(placeholder: Any, what: str) -> ShardedStateError:
+# Horovod's first question about a tensor. Were it answered, Horovod would write behind the memory.
+_TO_BROADCAST = (
+    " If this is hvd.broadcast_parameters(): leave it out, as zero.zeroify() has given all ranks "
+    "the parameters of the first one; to restore saved ones, call model.load_state_dict() on every "
+    "rank."
+)
+
+
+def refusal(placeholder: Any, what: str) -> ShardedStateError:
+    """The error for a use of a sharded parameter's values."""
     name = getattr(placeholder, _NAME, "?")
     return ShardedStateError(
         f"{what} needs the values of parameter {name!r}, which is sharded over the ranks: no rank "
         "holds it whole now. Run the module that uses it, or read and write it, on every rank, "
         "inside `with zero.gathered(module_or_parameter):` (writable=True to write); for all of "
         "them call model.state_dict()."
+        + (_TO_BROADCAST if what == "type()" else "")
     )
 
 
@@ -194,10 +207,12 @@ def hide(param: torch.nn.Parameter, data: torch.Tensor, name: str) -> None:
     with without_torch_function():
         param.data = data
     setattr(param, _NAME, name)
-    param.__class__ = PlaceholderParameter
+    if not is_placeholder(param):
+        param.__class__ = _placeholder_class(type(param))
 
 
 def show(param: torch.nn.Parameter, data: torch.Tensor) -> None:
-    """Turn a placeholder into a plain parameter again, with these values."""
-    param.__class__ = torch.nn.Parameter
-    param.data = data
+    """Turn a placeholder into the parameter that it was again, with these values."""
+    param.__class__ = getattr(type(param), "_zerohvd_kind", type(param))
+    with without_torch_function():  # a class of the user's may have its own
+        param.data = data

@@ -20,6 +20,7 @@ from zerohvd.torch import compat
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
 from zerohvd.torch.communication.star import TorchStar
 from zerohvd.torch.params.owned import MakeMemory, NamedParam, set_units
+from zerohvd.torch.stage3 import placeholder
 from zerohvd.torch.stage3.storage import Fill, UnitFlats
 
 _HOOKED = "_zerohvd_hooked"  # a tensor that tells its unit when its gradient comes
@@ -28,7 +29,7 @@ _HOOKED = "_zerohvd_hooked"  # a tensor that tells its unit when its gradient co
 @contextlib.contextmanager
 def _plain_tensors() -> Iterator[None]:
     """Inside, the user's modes are off: another rank may be training while this one infers."""
-    with torch.inference_mode(False), torch.no_grad():
+    with compat.outside_of_transforms(), torch.inference_mode(False), torch.no_grad():
         yield
 
 
@@ -185,6 +186,8 @@ class Units(UnitLifecycle[ModuleUnit]):
 
     def enter(self, unit: ModuleUnit) -> Use:
         """A module of the unit is about to run."""
+        if compat.in_transform():
+            _refuse_transformed(unit)
         return self.begin_forward(
             unit, recomputed=compat.in_backward(), recorded=torch.is_grad_enabled()
         )
@@ -244,6 +247,15 @@ class _BeforeBackward:
 
     def __call__(self, _: torch.Tensor) -> None:
         self._units.before_backward(self._unit, self._use)
+
+
+def _refuse_transformed(unit: ModuleUnit) -> None:
+    """Raise if torch.func was given placeholders to differentiate or to batch."""
+    for module in unit.module.modules():
+        for param in module.parameters(recurse=False):
+            inner = compat.untransformed(param)
+            if inner is not param and placeholder.is_placeholder(inner):
+                raise placeholder.refusal(inner, "torch.func")
 
 
 def _escaped(unit: ModuleUnit, other: ModuleUnit) -> RuntimeError:

@@ -23,14 +23,19 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-import numpy as np
-
+from zerohvd.communication.agreement import any_rank
 from zerohvd.communication.collectives import AsyncCollectives
 from zerohvd.communication.prefetch import Order
 from zerohvd.communication.waiting import Timing, Waiting
+from zerohvd.errors import DisagreementError
 from zerohvd.stage3.unit import GATHERED, GATHERING, Guard, Unit, Use
 
 U = TypeVar("U", bound=Unit[Any])
+
+FAILED_ELSEWHERE = (
+    "another rank has raised an error inside zero.gathered(): see there. What was written inside "
+    "is not kept, on any rank"
+)
 
 
 class UnitLifecycle(Generic[U]):
@@ -316,15 +321,25 @@ class UnitLifecycle(Generic[U]):
         changed = (part.changed() for unit in units for part in unit.parts)
         name = next((name for name in changed if name is not None), None)
         # A rank sees a write in its own part only; all of them have to stop.
-        c = self._collectives
-        seen = c.from_numpy(np.array([0.0 if name is None else 1.0], np.float32))
-        self.waiting.wait([c.allreduce_start(seen, "max", name=f"{self.prefix}/read")])
-        if c.to_numpy(seen)[0]:
+        if self._any_rank(name is not None, "read"):
             what = "a parameter" if name is None else f"parameter {name!r}, or one beside it,"
             raise RuntimeError(
                 f"{what} was written inside zero.gathered(); the new values are lost. Pass "
                 "writable=True to keep them"
             )
+
+    def fail_together(self, failed: bool) -> None:
+        """Raise on all ranks if user code has failed on one, while units were lent. Collective.
+
+        Args:
+            failed: It has on this one, which raises its own error.
+        """
+        if self._any_rank(failed, "block") and not failed:
+            raise DisagreementError(FAILED_ELSEWHERE)
+
+    def _any_rank(self, here: bool, what: str) -> bool:
+        name = f"{self.prefix}/{what}"
+        return any_rank(self._collectives, here, name=name, waiting=self.waiting)
 
     def open(self, unit: U) -> None:
         """Let values be loaded into a unit; local. Every `open` has its `close`."""
