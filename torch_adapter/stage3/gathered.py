@@ -14,9 +14,11 @@ from zerohvd.communication.agreement import any_rank
 from zerohvd.communication.rendezvous import Call
 from zerohvd.errors import DisagreementError
 from zerohvd.stage3.lifecycle import FAILED_ELSEWHERE
-from zerohvd.torch.communication.collectives import TorchCollectives, join
+from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives, join
 from zerohvd.torch.params.owned import collectives_of, optimizer_of, units_of
 from zerohvd.torch.stage3.units import ModuleUnit, Units
+
+Ranks = TorchCollectives | LocalCollectives
 
 
 @contextlib.contextmanager
@@ -117,21 +119,20 @@ def _lend(params: Iterable[nn.Parameter]) -> list[tuple[Units, list[ModuleUnit]]
 
 def _unsharded(
     params: Iterable[nn.Parameter], held: Iterable[tuple[Units, list[ModuleUnit]]]
-) -> dict[TorchCollectives, list[nn.Parameter]]:
+) -> dict[Ranks, list[nn.Parameter]]:
     """The parameters that every rank holds whole, by the ranks that share them."""
     sharded = {p for _, members in held for unit in members for p in unit.params}
-    found: dict[TorchCollectives, list[nn.Parameter]] = {}
+    everyone = join()
+    found: dict[Ranks, list[nn.Parameter]] = {}
     for param in params:
         if param not in sharded and param.numel():
-            ranks = collectives_of(param) or join()
-            if isinstance(ranks, TorchCollectives):
-                found.setdefault(ranks, []).append(param)
+            found.setdefault(collectives_of(param) or everyone, []).append(param)
     return found
 
 
 def _fail_together(
     held: Iterable[tuple[Units, list[ModuleUnit]]],
-    whole: Iterable[TorchCollectives],
+    whole: Iterable[Ranks],
     *,
     failed: bool,
 ) -> None:
@@ -145,13 +146,14 @@ def _fail_together(
 
 def _publish(
     held: Iterable[tuple[Units, list[ModuleUnit]]],
-    whole: dict[TorchCollectives, list[nn.Parameter]],
+    whole: dict[Ranks, list[nn.Parameter]],
     root: int,
 ) -> None:
     for units, members in held:
         units.publish(members, root)
     for ranks, params in whole.items():
-        for index, param in enumerate(params):
-            value = param.data.contiguous()
-            ranks.broadcast_in_place(value, root, name=f"zero/written/{index}")
-            param.data.copy_(value)
+        if isinstance(ranks, TorchCollectives):
+            for index, param in enumerate(params):
+                value = param.data.contiguous()
+                ranks.broadcast_in_place(value, root, name=f"zero/written/{index}")
+                param.data.copy_(value)
