@@ -100,14 +100,17 @@ def test_of_sharded_parameters_it_is_an_error_that_says_what_to_do(way):
     assert_replicated(model)
 
 
-@needs_ranks
-def test_what_only_the_first_rank_has_restored_at_stage_3_is_an_error_on_all():
+def test_what_the_first_rank_has_restored_reaches_all_shards_at_stage_3():
+    """By the copies: the call of state_dict() on every rank gives them what was loaded."""
+    restored = make_model(seed=5, cls=Blocks)
     model, opt = zeroified(make_model(cls=Blocks), 3)
+    train(model, opt, steps=1)
     if hvd.rank() == 0:
-        model.load_state_dict(make_model(seed=5, cls=Blocks).state_dict())
-    with pytest.raises(zero.DisagreementError, match=r"load_state_dict\(\)"):
-        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        train(model, opt, steps=1)
+        model.load_state_dict(restored.state_dict())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    assert_same(restored, model, exact=True)
+    train(model, opt, steps=1)
+    assert_replicated(model)
 
 
 def test_it_may_be_called_while_the_parameters_are_gathered():
