@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 # TorchDispatchMode and pytree are what `deferred_init` records operators with. torch documents both
 # as extension points, but keeps them in modules with an underscore. Without: no deferred_init.
@@ -58,6 +59,34 @@ def without_torch_function_modes() -> AbstractContextManager[None]:
     says that they are on the host. Without: endless recursion.
     """
     return torch._C.DisableTorchFunction()
+
+
+def in_transform() -> bool:
+    """Return whether torch.func.grad, vmap or the like runs a function now. See the next one."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def outside_of_transforms() -> AbstractContextManager[Any]:
+    """Return a context in which no torch.func transform is applied to what is computed.
+
+    A unit is gathered in the middle of a function that a transform runs. Its memory must be plain
+    tensors all the same, and not be differentiated or batched. Without: "Cannot access data pointer
+    of Tensor that doesn't have storage".
+    """
+    if not in_transform():
+        return contextlib.nullcontext()
+    return temporarily_clear_interpreter_stack()
+
+
+def untransformed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that a torch.func transform has wrapped, or the tensor itself.
+
+    Without: a transform of parameters that are sharded would compute with NaN.
+    """
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def swap_tensors(a: torch.Tensor, b: torch.Tensor) -> None:

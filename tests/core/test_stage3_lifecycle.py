@@ -42,6 +42,9 @@ class Memory:
     def show(self):
         self.shown = self.whole
 
+    def hide(self):
+        self.shown, self.pinned = None, True
+
     def free(self):
         self.shown, self.pinned = None, False
         self.free_unused()
@@ -83,7 +86,8 @@ class Memory:
 class Model:
     """One rank's units: the root and `count` others, run as lists of calls say.
 
-    A call is (unit's number, calls inside it, whether it fails after these).
+    A call is (unit's number, calls inside it, whether it fails after these). A number below zero
+    is no call: the module around uses parameters of that unit itself.
     """
 
     def __init__(self, collectives, count, **options):
@@ -107,6 +111,13 @@ class Model:
         self.nesting = max(self.nesting, sum(u.depth > 0 for u in others))
         self.most = max(self.most, len(others))
 
+    def use(self, number, use):
+        unit = self.units[number]
+        if unit.parts[0].shown is None:
+            assert self.cycle.borrow(unit)
+            assert unit in use.borrowed or unit.depth
+        self.look(unit)
+
     def run(self, call, recorded=True):
         number, inside, fails = call
         unit = self.units[number]
@@ -115,7 +126,10 @@ class Model:
         try:
             self.look(unit)
             for inner in inside:
-                self.run(inner, recorded)
+                if inner[0] < 0:
+                    self.use(-inner[0], use)
+                else:
+                    self.run(inner, recorded)
                 self.look(unit)
             if fails:
                 raise Failed
@@ -135,7 +149,10 @@ class Model:
         for unit, use in reversed(self.tape):
             self.cycle.starts_backward()
             self.cycle.begin_backward(unit, use, again=again)
-            self.look(unit)
+            for _, around in self.tape:
+                if around.start <= use.start and around.stop >= use.stop:
+                    for needed in (around.unit, *around.borrowed):
+                        self.look(needed)
         self.cycle.end_backward()
 
     def settle(self):
@@ -349,9 +366,9 @@ def test_a_rank_in_its_next_step_gets_no_old_values():
 # -- many ranks, each with a pass of its own ------------------------------------------------------
 
 
-def calls(count, nested):
+def calls(count, nested, lowest=1):
     """Lists of calls of units: repeated, skipped, in each other, failing."""
-    numbers = st.integers(1, count)
+    numbers = st.integers(lowest, count).filter(bool)
     leaf = st.tuples(numbers, st.just([]), st.just(False))
     failing = st.tuples(numbers, st.just([]), st.sampled_from([False, False, False, True]))
     if not nested:
@@ -404,6 +421,35 @@ def test_units_in_each_other_count_as_one(size, reshard, passes):
     assert len({tuple(gathers) for gathers, _, _ in found}) == 1
     for _, most, nesting in found:
         assert not reshard or most <= max(1, nesting) + 1
+
+
+def test_what_a_pass_uses_itself_stays_until_its_end_and_comes_back_for_its_backward_pass():
+    def learn(c):
+        model = Model(c, 4)
+        assert not model.cycle.borrow(model.units[1])  # outside of any pass
+        for recorded in (True, True, False):
+            model.forward([*blocks(1, 2), (3, [(-4, [], False)], False), *blocks(-1)], recorded)
+            lent = [u for u in model.units if any(use.under_way for use in u.borrowers)]
+            assert not lent
+            if recorded:
+                model.backward()
+            assert {u.state for u in model.units} == {SHARDED}
+            model.update()
+        return model.gathers
+
+    gathers = run_ranks(3, learn)
+    assert len({tuple(g) for g in gathers}) == 1
+
+
+@EXAMPLES
+@given(
+    size=st.sampled_from([2, 3, 5]),
+    reshard=st.booleans(),
+    passes=passes_of(calls(4, nested=True, lowest=-4)),
+)
+def test_passes_may_use_parameters_of_any_unit(size, reshard, passes):
+    found = run_ranks(size, train, passes, reshard)
+    assert len({tuple(gathers) for gathers, _, _ in found}) == 1
 
 
 def test_64_ranks_with_experts_of_their_own():

@@ -28,6 +28,14 @@ def itemsize(x: torch.Tensor) -> int:
     return x.element_size()
 
 
+def storage_of(x: torch.Tensor) -> torch.UntypedStorage | None:
+    """The memory behind a tensor; None for a wrapper without any, as torch.func makes."""
+    try:
+        return x.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
 def bits(x: torch.Tensor) -> torch.Tensor:
     """The same memory as integers that every transport knows.
 

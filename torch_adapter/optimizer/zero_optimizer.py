@@ -27,7 +27,7 @@ from zerohvd.torch.optimizer.offload import Offload
 from zerohvd.torch.optimizer.resemblance import Resembling
 from zerohvd.torch.optimizer.sharing import Holdings, Sharing
 from zerohvd.torch.params.naming import name_parameters
-from zerohvd.torch.params.owned import MakeMemory, NamedParam
+from zerohvd.torch.params.owned import MakeMemory, NamedParam, set_collectives
 from zerohvd.torch.stage3.deferred import is_deferred
 from zerohvd.torch.stage3.units import Units
 from zerohvd.training.ownership import unless_gone
@@ -86,6 +86,8 @@ class ZeroOptimizer(Resembling, torch.optim.Optimizer):
         self.offload = offload
         self.groups = [list(g["params"]) for g in inner.param_groups]
         self.named = {n.param: n for n in named}
+        for param in self.named:
+            set_collectives(param, collectives)
         self.unsharded: dict[torch.nn.Parameter, dict[str, Any]] = {}
         self._wire, self._factors = wire, divide_factors(average, collectives.size, predivide)
         self.prefix = _prefix(collectives)
@@ -281,6 +283,8 @@ class ZeroOptimizer(Resembling, torch.optim.Optimizer):
         self.inner.param_groups.append(options)
         self.groups.append([n.param for n in named])
         self.named.update((n.param, n) for n in named)
+        for n in named:
+            set_collectives(n.param, self.collectives)
         self._add_sections([n for n in named if n.param.requires_grad])
 
     def _adopt_unfrozen(self) -> None:

@@ -12,7 +12,7 @@ from zerohvd.stage3.planning import PERSIST_BELOW, UnitOptions
 from zerohvd.torch.communication.collectives import TorchCollectives, join
 from zerohvd.torch.optimizer.distributed import DistributedOptimizer, told_to_others
 from zerohvd.torch.optimizer.zero_optimizer import ZeroOptimizer
-from zerohvd.torch.params.owned import NamedParam, check_free, units_of
+from zerohvd.torch.params.owned import NamedParam, check_free, set_collectives, units_of
 from zerohvd.torch.stage3 import placeholder
 from zerohvd.torch.stage3.deferred import fill_deferred, materialise
 from zerohvd.torch.stage3.hooks import UnitHooks
@@ -72,6 +72,8 @@ def zeroify(
     sharded = DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters(), stage=stage, **options
     )
+    for param in model.parameters():
+        set_collectives(param, sharded.collectives)
     _broadcast(model, sharded)
     if sharded.units is not None:
         sharded.units.reshard_idle()

@@ -66,9 +66,11 @@ MakeMemory = Callable[[Layout, Sequence[torch.nn.Parameter]], ParamMemory]
 # -- belonging -------------------------------------------------------------------------------------
 
 _optimizer, _units = OwnerMark("_zerohvd_owner"), OwnerMark("_zerohvd_units")
+_collectives = OwnerMark("_zerohvd_collectives")
 
 set_optimizer, optimizer_of = _optimizer.set, _optimizer.owner_of  # who takes its gradients
 set_units, units_of = _units.set, _units.owner_of  # who gathers it; None: it is whole
+set_collectives, collectives_of = _collectives.set, _collectives.owner_of  # who shares it; or None
 
 
 def check_free(named: NamedParam) -> None:

@@ -1,18 +1,21 @@
 """Placeholder of a sharded parameter: raises an error with the parameter's name on access.
 
 The parameter keeps its identity, shape, dtype, gradient and hooks. Its data is a tensor of one
-element, expanded to the shape, and whatever would read or write values raises.
+element, expanded to the shape. Whatever would read its values gathers it if a pass of the model
+runs, and raises otherwise; whatever would write them raises.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from zerohvd.errors import ShardedStateError
-from zerohvd.torch.compat import without_torch_function
+from zerohvd.torch.compat import tree_iter, tree_map, without_torch_function
+from zerohvd.torch.params.owned import units_of
 
 _NAME, _PARAM = "_zerohvd_name", "_zerohvd_param"
 
@@ -62,18 +65,20 @@ class _Placeholder:
         return _call_without_values(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise _refusal(self, "copy.deepcopy()")
+        raise refusal(self, "copy.deepcopy()")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _refusal(self, "pickling")
+        raise refusal(self, "pickling")
 
 
-class PlaceholderParameter(_Placeholder, torch.nn.Parameter):
-    """A parameter without values; never constructed, only turned into by `hide`."""
+@functools.cache
+def _placeholder_class(kind: type[torch.nn.Parameter]) -> type[torch.nn.Parameter]:
+    """The class that parameters of class `kind` have while they are placeholders."""
+    return type(f"Placeholder{kind.__name__}", (_Placeholder, kind), {"_zerohvd_kind": kind})
 
 
 class PlaceholderTensor(_Placeholder, torch.Tensor):
-    """What `detach()` and `.data` give of a PlaceholderParameter."""
+    """What `detach()` and `.data` give of a parameter without values."""
 
 
 def _call_without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -81,21 +86,54 @@ def _call_without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     attribute = ""
     if name in ("__get__", "__set__", "__delete__"):
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-    if attribute == "data" and name == "__get__":
-        return _detached(args[0])
     if attribute == "data" and name == "__set__" and args[1] is args[0]:
         return None  # model.to() of where it is already
     if not attribute and name in _FUNCTIONS:
         with without_torch_function():
             return func(*args, **kwargs)
-    if name == "detach":
+    if name == "detach" or (attribute == "data" and name == "__get__"):
         return _detached(args[0])
     if name == "__repr__":
         return _describe(args[0])
+    if func is torch.autograd.grad:
+        args, kwargs = tree_map(_edge, (args, kwargs))
+        return func(*args, **kwargs)
     if name in ("to", "cpu") and _goes_nowhere(args, kwargs):
         return args[0]
-    placeholder = _first_placeholder((*args, *kwargs.values()))
-    raise _refusal(placeholder, f".{attribute}" if attribute else f"{name}()")
+    found = [leaf for leaf in tree_iter((args, kwargs)) if is_placeholder(leaf)]
+    if found and not _writes(name, kwargs) and all(_borrow(leaf) for leaf in found):
+        args, kwargs = tree_map(_with_values, (args, kwargs))
+        return func(*args, **kwargs)
+    raise refusal(found[0] if found else None, f".{attribute}" if attribute else f"{name}()")
+
+
+def _writes(name: str, kwargs: dict[str, Any]) -> bool:
+    """Whether a function changes its first argument, or `out`: a sharded one would lose it."""
+    if name in ("__set__", "__delete__", "__setitem__") or kwargs.get("out") is not None:
+        return True
+    if name.startswith("__i"):  # __iadd__ and others
+        return name not in ("__iter__", "__invert__", "__index__", "__int__")
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _borrow(placeholder: Any) -> bool:
+    """Gather the parameter for the pass that runs now; False: there is none."""
+    param = parameter_of(placeholder)
+    units = units_of(param)
+    return units is not None and (not is_placeholder(param) or units.borrow_for(param))
+
+
+def _edge(value: Any) -> Any:
+    """The place in the graph that is all a backward pass needs of a parameter."""
+    if not is_placeholder(value):
+        return value
+    with without_torch_function():
+        return torch.autograd.graph.get_gradient_edge(value)
+
+
+def _with_values(value: Any) -> Any:
+    """What `detach()` gave of a parameter that was sharded then and is gathered now."""
+    return parameter_of(value).detach() if isinstance(value, PlaceholderTensor) else value
 
 
 def _goes_nowhere(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -120,30 +158,29 @@ def _detached(placeholder: torch.Tensor) -> PlaceholderTensor:
     return view
 
 
-def _first_placeholder(values: Any) -> Any:
-    for value in values:
-        if isinstance(value, _Placeholder):
-            return value
-        if isinstance(value, (list, tuple)):
-            found = _first_placeholder(value)
-            if found is not None:
-                return found
-    return None
-
-
 def _describe(placeholder: Any) -> str:
     with without_torch_function():
         shape, dtype = tuple(placeholder.shape), placeholder.dtype
     return f"Parameter {getattr(placeholder, _NAME)!r} {shape} of {dtype}, sharded over the ranks"
 
 
-def _refusal(placeholder: Any, what: str) -> ShardedStateError:
+# Horovod's first question about a tensor. Were it answered, Horovod would write behind the memory.
+_TO_BROADCAST = (
+    " If this is hvd.broadcast_parameters(): leave it out, as zero.zeroify() has given all ranks "
+    "the parameters of the first one; to restore saved ones, call model.load_state_dict() on every "
+    "rank."
+)
+
+
+def refusal(placeholder: Any, what: str) -> ShardedStateError:
+    """The error for a use of a sharded parameter's values."""
     name = getattr(placeholder, _NAME, "?")
     return ShardedStateError(
         f"{what} needs the values of parameter {name!r}, which is sharded over the ranks: no rank "
         "holds it whole now. Run the module that uses it, or read and write it, on every rank, "
-        "inside `with zero.gathered(module_or_parameter):`; for all of them call "
-        "model.state_dict()."
+        "inside `with zero.gathered(module_or_parameter):` (writable=True to write); for all of "
+        "them call model.state_dict()."
+        + (_TO_BROADCAST if what == "type()" else "")
     )
 
 
@@ -170,10 +207,12 @@ def hide(param: torch.nn.Parameter, data: torch.Tensor, name: str) -> None:
     with without_torch_function():
         param.data = data
     setattr(param, _NAME, name)
-    param.__class__ = PlaceholderParameter
+    if not is_placeholder(param):
+        param.__class__ = _placeholder_class(type(param))
 
 
 def show(param: torch.nn.Parameter, data: torch.Tensor) -> None:
-    """Turn a placeholder into a plain parameter again, with these values."""
-    param.__class__ = torch.nn.Parameter
-    param.data = data
+    """Turn a placeholder into the parameter that it was again, with these values."""
+    param.__class__ = getattr(type(param), "_zerohvd_kind", type(param))
+    with without_torch_function():  # a class of the user's may have its own
+        param.data = data

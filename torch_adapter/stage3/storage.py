@@ -188,13 +188,18 @@ class UnitFlats:
             placeholder.show(param, whole.views[index])
         self._shown = whole
 
-    def free(self) -> None:
-        """Replace the parameters by placeholders and free the gathered bytes."""
+    def hide(self) -> None:
+        """Replace the parameters by placeholders; the gathered bytes stay."""
         if self._shown is not None:
             for index, param in self._members:
                 name = self.layout.params[index].name
                 placeholder.hide(param, self._placeholders[index], name)
-        self._shown, self._pinned = None, False
+        self._shown, self._pinned = None, True
+
+    def free(self) -> None:
+        """Replace the parameters by placeholders and free the gathered bytes."""
+        self.hide()
+        self._pinned = False
         self.free_unused()
 
     def free_unused(self) -> None:
@@ -216,6 +221,13 @@ class UnitFlats:
             return {}
         whole = self._lay_out(storages)
         return {param: whole.views[index] for index, param in self._members}
+
+    def is_view(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor, which is none of the parameters, lies in the gathered bytes."""
+        if isinstance(tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+            return False
+        storage = arrays.storage_of(tensor)
+        return any(storage is memory.storage for memory in self.memories)
 
     # -- lending to user code ---------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from zerohvd.torch import compat
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
 from zerohvd.torch.communication.star import TorchStar
 from zerohvd.torch.params.owned import MakeMemory, NamedParam, set_units
+from zerohvd.torch.stage3 import placeholder
 from zerohvd.torch.stage3.storage import Fill, UnitFlats
 
 _HOOKED = "_zerohvd_hooked"  # a tensor that tells its unit when its gradient comes
@@ -28,7 +29,7 @@ _HOOKED = "_zerohvd_hooked"  # a tensor that tells its unit when its gradient co
 @contextlib.contextmanager
 def _plain_tensors() -> Iterator[None]:
     """Inside, the user's modes are off: another rank may be training while this one infers."""
-    with torch.inference_mode(False), torch.no_grad():
+    with compat.outside_of_transforms(), torch.inference_mode(False), torch.no_grad():
         yield
 
 
@@ -41,6 +42,10 @@ class ModuleUnit(Unit[UnitFlats]):
         self.modules: list[nn.Module] = list(dict.fromkeys([plan.module, *plan.owners]))
         self.running: list[tuple[nn.Module, Use | None]] = []  # innermost last
         self.made = 0  # parts, ever: each has names of its own for its collectives
+
+    def any_view(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether one of these lies in the memory that is freed when the unit is resharded."""
+        return any(part.is_view(tensor) for part in self.parts for tensor in tensors)
 
 
 class Units(UnitLifecycle[ModuleUnit]):
@@ -181,6 +186,8 @@ class Units(UnitLifecycle[ModuleUnit]):
 
     def enter(self, unit: ModuleUnit) -> Use:
         """A module of the unit is about to run."""
+        if compat.in_transform():
+            _refuse_transformed(unit)
         return self.begin_forward(
             unit, recomputed=compat.in_backward(), recorded=torch.is_grad_enabled()
         )
@@ -188,16 +195,33 @@ class Units(UnitLifecycle[ModuleUnit]):
     def leave(self, unit: ModuleUnit, use: Use, outputs: Any) -> None:
         """The module has run, or has failed: then there are no outputs."""
         recorded = compat.in_backward()
+        escaping: list[ModuleUnit] = []
         try:
+            found: list[torch.Tensor] = []
+            _find_tensors(outputs, found, set())
+            escaping = [u for u in (unit, *use.borrowed) if u.any_view(found)]
             if torch.is_grad_enabled() and outputs is not None:
-                recorded = self._hook_outputs(unit, use, outputs) or recorded
+                found = [tensor for tensor in found if tensor.requires_grad]
+                recorded = self._hook_outputs(unit, use, found) or recorded
         finally:
-            self.end_forward(unit, use, last_use=not recorded)
+            self.end_forward(unit, use, last_use=not recorded, escaping=escaping)
+        for other in escaping:
+            if other.idle and (other is not self.root or not recorded):
+                raise _escaped(unit, other)
 
-    def _hook_outputs(self, unit: ModuleUnit, use: Use, outputs: Any) -> bool:
+    def borrow_for(self, param: nn.Parameter) -> bool:
+        """Gather a parameter that the pass which runs now uses itself; False: there is none."""
+        recomputed = compat.in_backward()
+        if recomputed and self.starts_backward():
+            compat.after_backward(self.end_backward)
+        recorded = torch.is_grad_enabled()
+        return all(
+            self.borrow(unit, recomputed=recomputed, recorded=recorded)
+            for unit in self.of([param])
+        )
+
+    def _hook_outputs(self, unit: ModuleUnit, use: Use, found: list[torch.Tensor]) -> bool:
         """Let outputs tell when their gradients come; return whether any has a gradient."""
-        found: list[torch.Tensor] = []
-        _find_tensors(outputs, found, set())
         # A loss that a module keeps as an attribute starts a backward pass too.
         for module in unit.module.modules():
             found += [v for v in vars(module).values() if _is_new(v)]
@@ -225,6 +249,23 @@ class _BeforeBackward:
         self._units.before_backward(self._unit, self._use)
 
 
+def _refuse_transformed(unit: ModuleUnit) -> None:
+    """Raise if torch.func was given placeholders to differentiate or to batch."""
+    for module in unit.module.modules():
+        for param in module.parameters(recurse=False):
+            inner = compat.untransformed(param)
+            if inner is not param and placeholder.is_placeholder(inner):
+                raise placeholder.refusal(inner, "torch.func")
+
+
+def _escaped(unit: ModuleUnit, other: ModuleUnit) -> RuntimeError:
+    names = ", ".join(part.layout.params[0].name for part in other.parts)
+    return RuntimeError(
+        f"the module {unit.name!r} returns a view of its parameters ({names}, or one beside it), "
+        "whose memory is freed now that nothing around the module runs. Return a copy: .clone()"
+    )
+
+
 def _is_new(value: Any) -> bool:
     """Whether a value is a tensor that has a graph, and no hook of a unit yet."""
     return (
@@ -235,10 +276,9 @@ def _is_new(value: Any) -> bool:
 
 
 def _find_tensors(value: Any, found: list[torch.Tensor], seen: set[int]) -> None:
-    """Collect the tensors with a graph behind them in whatever a module returns."""
+    """Collect the tensors in whatever a module returns."""
     if isinstance(value, torch.Tensor):
-        if value.requires_grad:
-            found.append(value)
+        found.append(value)
         return
     if value is None or isinstance(value, (str, bytes, int, float, bool, type, nn.Module)):
         return

@@ -11,13 +11,19 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from zerohvd.communication.collectives import AsyncCollectives, Collectives
+from zerohvd.communication.collectives import AsyncCollectives, Collectives, Handle
 from zerohvd.errors import DisagreementError
 from zerohvd.layout import Layout, ParamSpec
+
+
+class Waits(Protocol):
+    """Waits for handles while it serves other ranks; see `zerohvd.communication.waiting`."""
+
+    def wait(self, handles: Sequence[Handle]) -> None: ...
 
 
 @contextlib.contextmanager
@@ -33,12 +39,29 @@ def fail_together(collectives: AsyncCollectives, complaint: str, *, name: str) -
         yield
     except Exception as raised:
         error = raised
-    failed = collectives.from_numpy(np.array([0.0 if error is None else 1.0], np.float32))
-    collectives.allreduce_start(failed, "max", name=name).wait()
+    failed = any_rank(collectives, error is not None, name=name)
     if error is not None:
         raise error
-    if collectives.to_numpy(failed)[0]:
+    if failed:
         raise DisagreementError(complaint)
+
+
+def any_rank(
+    collectives: AsyncCollectives, here: bool, *, name: str, waiting: Waits | None = None
+) -> bool:
+    """Whether something is so on any rank. Collective.
+
+    Args:
+        here: Whether it is so on this one.
+        name: Of the collective.
+        waiting: Waits in the place of the handle's own wait().
+    """
+    seen = collectives.from_numpy(np.array([float(here)], np.float32))
+    handle = collectives.allreduce_start(seen, "max", name=name)
+    if waiting is not None:
+        waiting.wait([handle])
+    handle.wait()
+    return bool(collectives.to_numpy(seen)[0])
 
 
 def check_agreement(

@@ -38,6 +38,7 @@ class Call(enum.IntEnum):
     FIT_COUNTED = 7
     JOIN = 8
     NORM = 9
+    GATHERED = 10
 
     @property
     def said(self) -> str:
@@ -55,6 +56,7 @@ _SAID = {
     Call.FIT_COUNTED: "model.fit() on a part from zero.shard_dataset",
     Call.JOIN: "hvd.join()",
     Call.NORM: "grad_norm(), or the norm of a param.grad",
+    Call.GATHERED: "zero.gathered()",
 }
 TOGETHER = "All ranks make these calls together: do not put one behind `if hvd.rank() == 0`"
 NO_LEAVING = (

@@ -10,6 +10,10 @@ that runs and the one that is prefetched. Units that lie in each other run toget
 one. The last two of a forward pass stay for the backward pass, which begins with them. The root is
 gathered from its forward pass to the end of the backward pass.
 
+A module may use a parameter of another unit itself, such as a head that multiplies by the weight of
+an embedding. Its unit borrows the other one: that is gathered too until the forward pass which uses
+it ends, and again during the backward pass of that.
+
 An adapter says when passes begin and end, and gives every unit its memory (`unit.UnitMemory`).
 """
 
@@ -19,14 +23,19 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-import numpy as np
-
+from zerohvd.communication.agreement import any_rank
 from zerohvd.communication.collectives import AsyncCollectives
 from zerohvd.communication.prefetch import Order
 from zerohvd.communication.waiting import Timing, Waiting
+from zerohvd.errors import DisagreementError
 from zerohvd.stage3.unit import GATHERED, GATHERING, Guard, Unit, Use
 
 U = TypeVar("U", bound=Unit[Any])
+
+FAILED_ELSEWHERE = (
+    "another rank has raised an error inside zero.gathered(): see there. What was written inside "
+    "is not kept, on any rank"
+)
 
 
 class UnitLifecycle(Generic[U]):
@@ -68,7 +77,9 @@ class UnitLifecycle(Generic[U]):
         self._forward: Order[U] = Order()
         self._backward: Order[U] = Order()
         self._clock = 0
-        self._in_backward = False  # a backward pass runs, and `end_backward` will be called
+        self._running: list[Use] = []  # forward passes that are inside; innermost last
+        # The backward pass that runs, as a borrower; `end_backward` will be called.
+        self._backward_use: Use | None = None
 
     # -- forward ----------------------------------------------------------------------------------
 
@@ -83,30 +94,70 @@ class UnitLifecycle(Generic[U]):
             self._forget_backward()
         if unit is self.root and not unit.depth and not recomputed:
             self._forward.restart()
-        # The backward pass begins with the last unit; the one before it comes next there.
-        last = recorded and not recomputed and self._forward.is_last(unit)
-        if self._reshard_after_forward and (not last or self._idle((GATHERING,), unit)):
-            for other in self._idle((GATHERED,), unit):
-                other.reshard()
+        self._make_room(unit, recomputed=recomputed, recorded=recorded)
         unit.depth += 1
-        use = Use(self._tick())
+        use = Use(unit, self._tick())
         try:
             self._unshard(unit, self._backward if recomputed else self._forward)
         except BaseException:
             unit.depth -= 1
             raise
+        self._running.append(use)
         return use
 
-    def end_forward(self, unit: U, use: Use, *, last_use: bool) -> None:
+    def end_forward(
+        self, unit: U, use: Use, *, last_use: bool, escaping: Iterable[U] = ()
+    ) -> None:
         """Note that a unit has run, or has failed to.
 
         Args:
             last_use: No backward pass will come through what it has returned.
+            escaping: Units of which it has returned views.
         """
         unit.depth -= 1
         use.stop = self._tick()
+        self._running.remove(use)
+        around = self._innermost()
+        if around is not None:
+            for returned in escaping:
+                self._lend_to(around, returned)
+        for other in (unit, *use.borrowed):
+            # After the whole model the user may go on with what the root has.
+            if other is not self.root and other.idle:
+                other.hide()
         if unit is self.root and not unit.depth and last_use:
             self.reshard_idle()
+
+    def borrow(self, unit: U, *, recomputed: bool = False, recorded: bool = True) -> bool:
+        """Gather a unit whose parameters the pass that runs now uses itself, until that ends.
+
+        Returns:
+            Whether a pass runs.
+        """
+        use = self._innermost()
+        if use is None:
+            return False
+        self._make_room(unit, recomputed=recomputed, recorded=recorded)
+        self._lend_to(use, unit)
+        self._unshard(unit, self._backward if recomputed else self._forward)
+        return True
+
+    def _innermost(self) -> Use | None:
+        """The pass that runs now; what is recomputed outside of modules is of the backward pass."""
+        return self._running[-1] if self._running else self._backward_use
+
+    def _lend_to(self, use: Use, unit: U) -> None:
+        if unit not in use.borrowed:
+            use.borrowed.append(unit)
+        unit.borrowers.add(use)
+
+    def _make_room(self, unit: U, *, recomputed: bool, recorded: bool) -> None:
+        """Reshard what nothing needs before a unit is gathered."""
+        # The backward pass begins with the last unit; the one before it comes next there.
+        last = recorded and not recomputed and self._forward.is_last(unit)
+        if self._reshard_after_forward and (not last or self._idle((GATHERING,), unit)):
+            for other in self._idle((GATHERED,), unit):
+                other.reshard()
 
     def _unshard(self, unit: U, order: Order[U]) -> None:
         """Gather the unit, and prefetch the one that came next in the pass before."""
@@ -134,9 +185,9 @@ class UnitLifecycle(Generic[U]):
 
         Then the adapter has to call `end_backward` at its end.
         """
-        if self._in_backward:
+        if self._backward_use is not None:
             return False
-        self._in_backward = True
+        self._backward_use = Use(self.root, self._tick())
         self._backward.restart()
         return True
 
@@ -147,23 +198,28 @@ class UnitLifecycle(Generic[U]):
             use: The forward pass that had these outputs.
             again: There will be a backward pass of this one.
         """
-        if unit.backward is use and unit.state == GATHERED:
+        if use in unit.backward and unit.state == GATHERED:
             return
         if unit is not self.root and not again:
             soon = self._backward.expected(unit, 2)  # the root may come in between
             for other in self.all[1:]:
-                wanted = other in soon and other.backward is None
+                wanted = other in use.borrowed or (other in soon and not other.backward)
                 if other is not unit and other.state == GATHERED and not wanted:
                     self._reshard_if_done(other, use)
+            unit.end_later(use)  # passes of its own
         unit.begin_backward(use)
         unit.kept = unit.kept or again
+        for other in use.borrowed:
+            other.kept = other.kept or again
+            other.pin()
+            other.unshard_start()
         self._unshard(unit, self._backward)
+        for other in use.borrowed:
+            other.unshard_wait(self.waiting)
 
     def _reshard_if_done(self, unit: U, use: Use) -> None:
-        """Reshard a unit that ran later than `use`: backward passes run backwards in time."""
-        done = unit.backward is not None and unit.backward.start > use.stop
-        if done:
-            unit.backward = None
+        """Reshard a unit that ran later than `use`, and not around it."""
+        done = unit.end_later(use)
         if unit.idle and (done or self._reshard_after_forward):
             unit.reshard()
 
@@ -176,10 +232,11 @@ class UnitLifecycle(Generic[U]):
 
     def _forget_backward(self) -> None:
         """Note that no backward pass is under way, also after one that has failed."""
-        if self._in_backward:
-            self._in_backward = False
+        if self._backward_use is not None:
+            self._backward_use.stop = self._tick()
+            self._backward_use = None
             for unit in self.all:
-                unit.backward = None
+                unit.backward = []
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -264,15 +321,25 @@ class UnitLifecycle(Generic[U]):
         changed = (part.changed() for unit in units for part in unit.parts)
         name = next((name for name in changed if name is not None), None)
         # A rank sees a write in its own part only; all of them have to stop.
-        c = self._collectives
-        seen = c.from_numpy(np.array([0.0 if name is None else 1.0], np.float32))
-        self.waiting.wait([c.allreduce_start(seen, "max", name=f"{self.prefix}/read")])
-        if c.to_numpy(seen)[0]:
+        if self._any_rank(name is not None, "read"):
             what = "a parameter" if name is None else f"parameter {name!r}, or one beside it,"
             raise RuntimeError(
                 f"{what} was written inside zero.gathered(); the new values are lost. Pass "
                 "writable=True to keep them"
             )
+
+    def fail_together(self, failed: bool) -> None:
+        """Raise on all ranks if user code has failed on one, while units were lent. Collective.
+
+        Args:
+            failed: It has on this one, which raises its own error.
+        """
+        if self._any_rank(failed, "block") and not failed:
+            raise DisagreementError(FAILED_ELSEWHERE)
+
+    def _any_rank(self, here: bool, what: str) -> bool:
+        name = f"{self.prefix}/{what}"
+        return any_rank(self._collectives, here, name=name, waiting=self.waiting)
 
     def open(self, unit: U) -> None:
         """Let values be loaded into a unit; local. Every `open` has its `close`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Generic, Protocol, TypeVar
@@ -31,6 +32,9 @@ class UnitMemory(Protocol):
 
     def show(self) -> None:
         """Give the parameters their gathered values."""
+
+    def hide(self) -> None:
+        """Replace the parameters by placeholders; the gathered memory stays."""
 
     def free(self) -> None:
         """Replace the parameters by placeholders, and free the gathered memory."""
@@ -69,10 +73,21 @@ M = TypeVar("M", bound=UnitMemory)
 
 @dataclasses.dataclass(eq=False)
 class Use:
-    """One forward pass of a unit: the clock at its start and its end."""
+    """One forward pass of a unit: the clock at its start and its end.
 
+    Attributes:
+        borrowed: Other units whose parameters it has used itself.
+    """
+
+    unit: Unit[Any]
     start: int
     stop: int = 0
+    borrowed: list[Any] = dataclasses.field(default_factory=list)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether it runs, or its backward pass does."""
+        return not self.stop or self in self.unit.backward
 
 
 class Unit(Generic[M]):
@@ -83,7 +98,9 @@ class Unit(Generic[M]):
     Attributes:
         parts: Memories, such as one of trainable parameters and one of frozen ones.
         depth: Forward passes that are inside.
-        backward: The forward pass whose backward pass is under way.
+        backward: The forward passes whose backward passes are under way.
+        borrowers: Passes of other units that use its parameters.
+        shown: The parameters have their values now: something needs them.
         held: How many `hold` and `open` need it.
         loans: How many `lend` need it.
         kept: Whether a graph of gradients refers to the values until the end of the step.
@@ -100,7 +117,9 @@ class Unit(Generic[M]):
         self.parts: list[M] = []
         self.state = SHARDED
         self.depth = 0
-        self.backward: Use | None = None
+        self.backward: list[Use] = []
+        self.borrowers: weakref.WeakSet[Use] = weakref.WeakSet()
+        self.shown = False
         self.held = 0
         self.loans = 0
         self.kept = False
@@ -116,7 +135,9 @@ class Unit(Generic[M]):
     @property
     def in_pass(self) -> bool:
         """Whether a forward or backward pass needs the gathered parameters."""
-        return bool(self.depth or self.kept) or self.backward is not None
+        if self.depth or self.kept or self.backward:
+            return True
+        return any(use.under_way for use in self.borrowers)
 
     @property
     def idle(self) -> bool:
@@ -142,7 +163,10 @@ class Unit(Generic[M]):
         if self.state == GATHERING:
             with self._guard():
                 waiting.wait(self._handles, self)
-                self._show()
+            self._handles = []
+            self.state = GATHERED
+        if self.state == GATHERED and not self.shown:
+            self._show()
 
     def unshard_finish(self) -> None:
         """Wait for the allgather, if one is under way, which every rank has started."""
@@ -150,7 +174,9 @@ class Unit(Generic[M]):
             with self._guard():
                 for handle in self._handles:
                     handle.wait()
-                self._show()
+            self._handles = []
+            self.state = GATHERED
+            self.hide()
 
     def take_part(self) -> list[Handle]:
         """Start one more allgather because another rank needs it."""
@@ -165,25 +191,51 @@ class Unit(Generic[M]):
             for part in self.parts:
                 part.free_unused()
 
+    def hide(self) -> None:
+        """Let nothing but passes of this unit, which show them again, use the parameters.
+
+        Other code that did would refer to memory that is freed before its backward pass.
+        """
+        if self.state == GATHERED:
+            for part in self.parts:
+                part.hide()
+            self.shown = False
+
     def reshard(self) -> None:
         """Free the gathered parameters."""
         if self.state == GATHERED:
             for part in self.parts:
                 part.free()
-            self.state = SHARDED
+            self.state, self.shown = SHARDED, False
 
     def _gather_start(self) -> list[Handle]:
         return [handle for part in self.parts for handle in part.gather_start()]
 
     def _show(self) -> None:
-        self._handles = []
-        for part in self.parts:
-            part.show()
-        self.state = GATHERED
+        with self._guard():
+            for part in self.parts:
+                part.show()
+        self.shown = True
 
     def begin_backward(self, use: Use) -> None:
         """Mark the unit as needed by the backward pass of `use`."""
-        self.backward = use
+        if use not in self.backward:
+            self.backward.append(use)
+        self.pin()
+
+    def end_later(self, use: Use) -> bool:
+        """End the backward passes of what ran later than `use`: they run backwards in time.
+
+        Returns:
+            Whether there were any, and they were the last.
+        """
+        kept = [u for u in self.backward if u.start <= use.stop]
+        ended = len(kept) < len(self.backward)
+        self.backward = kept
+        return ended and not kept
+
+    def pin(self) -> None:
+        """Bring back the memory that a graph refers to, if it has been lent."""
         if self.state == GATHERED:
             with self._guard():
                 for part in self.parts:
@@ -219,6 +271,7 @@ class Unit(Generic[M]):
             if self.state == SHARDED:
                 for part in self.parts:
                     part.put()
+                self.state = GATHERED
                 self._show()
             self.held += 1
         self._opened += 1
@@ -233,7 +286,7 @@ class Unit(Generic[M]):
         self.held -= 1
         if self.held or self.depth:
             raise RuntimeError(f"the parameters of {self.name!r} were loaded while in use")
-        self.backward, self.kept = None, False
+        self.backward, self.kept = [], False
         self.reshard()
 
     def __repr__(self) -> str:
