@@ -15,7 +15,7 @@ from zerohvd.checkpoint.session import Change
 from zerohvd.checkpoint.values.likeness import check_number, check_options, check_state
 from zerohvd.checkpoint.values.tree import decode
 from zerohvd.torch.communication import arrays
-from zerohvd.torch.optimizer.expected import Expectations
+from zerohvd.torch.optimizer.state.expected import Expectations
 from zerohvd.torch.optimizer.zero_optimizer import ZeroOptimizer
 
 State = dict[str, Any]  # of one parameter

@@ -22,10 +22,11 @@ from zerohvd.torch.communication import joining
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
 from zerohvd.torch.gradients.owner import Gradients
 from zerohvd.torch.gradients.section import Section
-from zerohvd.torch.optimizer import state, update
+from zerohvd.torch.optimizer import update
 from zerohvd.torch.optimizer.offload import Offload
 from zerohvd.torch.optimizer.resemblance import Resembling
-from zerohvd.torch.optimizer.sharing import Holdings, Sharing
+from zerohvd.torch.optimizer.state import whole as state
+from zerohvd.torch.optimizer.state.sharing import Holdings, Sharing
 from zerohvd.torch.params.naming import name_parameters
 from zerohvd.torch.params.owned import MakeMemory, NamedParam, set_collectives
 from zerohvd.torch.stage3.deferred import is_deferred

@@ -12,7 +12,7 @@ from zerohvd.config import ZeroConfig
 from zerohvd.torch.communication import arrays
 from zerohvd.torch.communication.collectives import TorchCollectives
 from zerohvd.torch.gradients.section import Section
-from zerohvd.torch.optimizer.expected import Expectations
+from zerohvd.torch.optimizer.state.expected import Expectations
 from zerohvd.torch.params.owned import NamedParam, OwnedPiece
 from zerohvd.training import state as core
 

@@ -16,7 +16,7 @@ from zerohvd.torch.communication.collectives import TorchCollectives
 from zerohvd.torch.communication.star import TorchStar
 from zerohvd.torch.gradients.owner import Gradients
 from zerohvd.torch.gradients.section import Section
-from zerohvd.torch.optimizer import state
+from zerohvd.torch.optimizer.state import whole
 from zerohvd.torch.stage3.units import Units
 from zerohvd.training.step import MustAgree
 
@@ -28,7 +28,7 @@ class Holdings:
 
     inner: torch.optim.Optimizer
     groups: list[list[torch.nn.Parameter]]
-    unsharded: dict[torch.nn.Parameter, state.State]
+    unsharded: dict[torch.nn.Parameter, whole.State]
     sections: Sequence[Section]
     prefix: str
 
@@ -78,11 +78,11 @@ class Sharing:
         """The whole state, without the other ranks' main threads."""
         assert self._peers is not None
         if all(section.layout.size == 1 for section in self._held.sections):
-            return state.consolidate(self._held, self._collectives, None)
+            return whole.consolidate(self._held, self._collectives, None)
         rank = self._collectives.rank
         try:
             with self._peers.take("optimizer") as star:
-                return state.consolidate(self._held, TorchStar(star), rank)
+                return whole.consolidate(self._held, TorchStar(star), rank)
         except PeerError as error:
             raise PeerError(
                 f"rank {rank} called state_dict() alone, and {error}. Call it on every rank: "
@@ -90,7 +90,7 @@ class Sharing:
             ) from error
 
     def _give(self, star: StarCollectives, request: Any) -> None:
-        state.consolidate(self._held, TorchStar(star), star.root)
+        whole.consolidate(self._held, TorchStar(star), star.root)
 
     def let_go(self) -> None:
         """The optimizer is gone."""
