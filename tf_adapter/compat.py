@@ -8,6 +8,7 @@ the function says what it returns then.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -106,12 +107,24 @@ def scaler_variables(scaler: Any) -> list[Any]:
 def before_checkpoints(cls: type, check: Callable[[Any], None]) -> None:
     """Call `check` on an object of `cls` whenever tf.train.Checkpoint stores it. Without it, a
     checkpoint would hold one rank's shards as if they were everything; nothing else is asked
-    when TensorFlow saves, as it collects the variables by itself."""
+    when TensorFlow saves, as it collects the variables by itself.
+
+    A SavedModel (`model.export`) is for inference: it gets no variables of the object. Which of the
+    two is made only the call says that asks for children, which comes first.
+    """
+    all_children = cls._trackable_children  # type: ignore[attr-defined]
+    asked: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+    def children(self: Any, save_type: str = "checkpoint", **kwargs: Any) -> Any:
+        asked[self] = save_type
+        return all_children(self, save_type, **kwargs) if save_type == "checkpoint" else {}
 
     def tensors(self: Any) -> dict[str, Any]:
-        check(self)
+        if asked.get(self, "checkpoint") == "checkpoint":
+            check(self)
         return {}
 
+    cls._trackable_children = children  # type: ignore[attr-defined]
     cls._serialize_to_tensors = tensors  # type: ignore[attr-defined]
     cls._restore_from_tensors = lambda self, restored: []  # type: ignore[attr-defined]
 
