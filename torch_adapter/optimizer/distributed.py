@@ -13,6 +13,7 @@ import torch
 from zerohvd.communication.instances import report_failure
 from zerohvd.communication.rounds import check_passes
 from zerohvd.config import ZeroConfig
+from zerohvd.errors import WaitTimeoutError
 from zerohvd.torch import compat
 from zerohvd.torch.communication.collectives import TorchCollectives, join
 from zerohvd.torch.communication.compression import Compression, wire_dtype
@@ -131,7 +132,8 @@ def told_to_others(process_set: Any) -> Iterator[None]:
     except Exception:
         collectives = join(process_set) if hvd.is_initialized() else None
         if isinstance(collectives, TorchCollectives):
-            report_failure(collectives, collectives.process_set_id)
+            with contextlib.suppress(WaitTimeoutError):  # they have ended: the error itself counts
+                report_failure(collectives, collectives.process_set_id)
         raise
 
 

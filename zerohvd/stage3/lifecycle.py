@@ -343,7 +343,8 @@ class UnitLifecycle(Generic[U]):
 
     def open(self, unit: U) -> None:
         """Let values be loaded into a unit; local. Every `open` has its `close`."""
-        if not any(u.is_open for u in self.all):
+        # Parameters that are whole on every rank are loaded as below stage 3: nobody counts that.
+        if unit.parts and not any(u.is_open and u.parts for u in self.all):
             self.loads += 1
         unit.open(self.waiting)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import time
+import weakref
 
 import horovod.torch as hvd
 import pytest
@@ -157,3 +160,40 @@ def test_what_rank_0_alone_has_restored_is_not_trained_on(stage):
     loss_of(model, batch(0, hvd.rank())).backward()
     with pytest.raises(zero.DisagreementError, match="broadcast_optimizer_state"):
         opt.step()
+
+
+def test_rank_0_restores_a_model_that_is_too_small_to_be_sharded():
+    """With the defaults of stage 3 its parameters stay whole on every rank."""
+    expected, expected_opt = plain(steps=3)
+    stored = copy.deepcopy([expected.state_dict(), expected_opt.state_dict()])
+    train(expected, expected_opt, first=3)
+
+    model = make_model(seed=hvd.rank())
+    model, opt = zero.zeroify(model, adamw(model.parameters()), stage=3)
+    if hvd.rank() == 0:
+        model.load_state_dict(stored[0])
+        opt.load_state_dict(stored[1])
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(opt, root_rank=0)
+    train(model, opt, first=3)
+    assert_same(expected, model)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_optimizer_that_is_deleted_frees_its_state_at_once(stage):
+    """Not when the garbage collector runs: tensors do not make it run."""
+    model, opt = sharded(stage=stage, steps=1)
+    inner = weakref.ref(opt.inner)
+    gc.collect()
+    gc.disable()
+    try:
+        del opt
+        hvd.barrier()
+        deadline = time.monotonic() + 5.0  # others ask the first rank whether it has let go too
+        while inner() is not None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert inner() is None
+    finally:
+        gc.enable()
+    hvd.barrier()
+    assert model.state_dict()  # all ranks together

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from zerohvd.peers.channel import PeerError
-from zerohvd.peers.group import Guard, Job, Version, find_peers
+from zerohvd.peers.group import Guard, Job, Peers, Version, find_peers
 from zerohvd.peers.star import StarCollectives
 from zerohvd.torch.communication.collectives import TorchCollectives
 from zerohvd.torch.communication.star import TorchStar
@@ -54,6 +54,7 @@ class Sharing:
         self.steps = 0
         self._held, self._collectives, self._agreed = held, collectives, agreed
         self._gradients = weakref.ref(gradients)
+        self._units = None if units is None else weakref.ref(units)
         jobs: dict[str, Job] = {"optimizer": self._give}
         if units is not None:
             jobs["model"] = units.give
@@ -94,10 +95,21 @@ class Sharing:
 
     def let_go(self) -> None:
         """The optimizer is gone."""
-        if self._peers is not None:
-            self._peers.let_go()
+        peers = self._part()
+        if peers is not None:
+            peers.let_go()
 
     def close(self) -> None:
         """Give nothing any more."""
-        if self._peers is not None:
-            self._peers.close()
+        peers = self._part()
+        if peers is not None:
+            peers.close()
+
+    def _part(self) -> Peers | None:
+        """Ask no more. The others refer to this object: in a cycle its memory would wait for the
+        garbage collector, and a model that lives on would keep the optimizer's state."""
+        peers, self._peers = self._peers, None
+        units = None if self._units is None else self._units()
+        if units is not None:
+            units.peers = None
+        return peers
