@@ -50,10 +50,12 @@ from zerohvd.keras.data import shard_dataset  # noqa: E402
 from zerohvd.keras.fit import patches  # noqa: E402
 from zerohvd.keras.fit.patches import verbose  # noqa: E402
 from zerohvd.keras.optimizer.distributed import DistributedOptimizer  # noqa: E402
+from zerohvd.keras.optimizer.report import communication_report, memory_report  # noqa: E402
 from zerohvd.keras.optimizer.state import plain_optimizer  # noqa: E402
 from zerohvd.keras.optimizer.weighting import weight  # noqa: E402
 from zerohvd.keras.optimizer.zeroify import zeroify  # noqa: E402
-from zerohvd.keras.report import communication_report, memory_report  # noqa: E402
+from zerohvd.keras.stage3.deferred import deferred_init  # noqa: E402
+from zerohvd.keras.stage3.gathered import gathered  # noqa: E402
 
 # Before any optimizer is made: load_model makes one while it is compiling.
 patches.install()
@@ -80,6 +82,8 @@ __all__ = [
     "communication_report",
     "cross_rank",
     "cross_size",
+    "deferred_init",
+    "gathered",
     "global_process_set",
     "init",
     "is_initialized",

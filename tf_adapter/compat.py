@@ -8,16 +8,19 @@ the function says what it returns then.
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common import global_state
+from keras.src.backend.common import global_state, masking, stateless_scope, symbolic_scope
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.losses import loss as loss_module
+from keras.src.random import seed_generator
 from keras.src.saving import saving_lib
+from tensorflow.python.eager import record
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 # -- the optimizer that is wrapped -----------------------------------------------------------------
@@ -237,7 +240,7 @@ class _Places(saving_lib.H5IOStore):
 
     def __setitem__(self, key: str, value: Any) -> None:
         if isinstance(value, (keras.Variable, tf.Variable)):
-            native = value if isinstance(value, tf.Variable) else value.value
+            native = value if isinstance(value, tf.Variable) else value._value
             self.of[native.ref()] = f"{self._path}/vars/{key}" if self._path else f"vars/{key}"
 
 
@@ -250,3 +253,188 @@ def weights_places(model: Any, skip: Collection[Any]) -> dict[Any, str]:
     store = _Places()
     saving_lib._save_state(model, store, None, "", {id(part) for part in skip})
     return store.of
+
+
+# -- stage 3: layers whose variables are gathered when they are called -----------------------------
+
+
+def all_layers(model: Any) -> list[Any]:
+    """A model and all layers in it, parents first. The public `layers` knows direct children of
+    models alone: the sublayers of a custom layer would be missed, and never sharded."""
+    found: dict[int, Any] = {}
+
+    def walk(layer: Any) -> None:
+        if id(layer) not in found:
+            found[id(layer)] = layer
+            for child in sublayers(layer):
+                walk(child)
+
+    walk(model)
+    return list(found.values())
+
+
+def sublayers(layer: Any) -> list[Any]:
+    """The layers that a layer holds itself, lists of them included; see `all_layers`."""
+    inner = layer._flatten_layers(include_self=False, recursive=False)
+    return [child for child in inner if isinstance(child, keras.layers.Layer)]
+
+
+def own_weights(layer: Any) -> list[Any]:
+    """The weights that a layer has itself, frozen or not. The public lists include its sublayers'
+    and depend on `trainable`: a frozen weight would not be told from a statistic."""
+    return list(layer._trainable_variables)
+
+
+def stored_dtype(variable: Any) -> str:
+    """The dtype that a variable is stored in. The public `dtype` is another inside of layers with
+    mixed precision."""
+    return str(variable._dtype)
+
+
+def stored_value(variable: Any) -> Any:
+    """A variable's value as it is stored, or as an enclosing StatelessScope says; see
+    `stored_dtype`."""
+    found = scoped_value(variable)
+    return tf.convert_to_tensor(variable._value) if found is None else found
+
+
+def first_value(variable: Any) -> Any:
+    """A variable's value; that of its initializer if it has none yet (`zero.deferred_init`).
+    Without it, the variable would have to be given memory first."""
+    if variable._value is not None:
+        return tf.convert_to_tensor(variable._value)
+    initializer = variable._initializer
+
+    def make() -> Any:
+        return initializer(variable._shape, dtype=variable._dtype)
+
+    if not type(initializer).__module__.startswith("keras."):
+        return make()
+    # A graph computes in place: outside of one, the most that is held would be twice the value.
+    return tf.function(make, autograph=False)()
+
+
+def native_variable(variable: Any) -> tf.Variable | None:
+    """The tf.Variable behind a variable, None if it has no memory yet."""
+    return variable._value
+
+
+def become(variable: Any, cls: type, native: tf.Variable) -> None:
+    """Give a variable another class and another tf.Variable. Keras has no public way to replace
+    the memory behind a variable: without it, no memory would ever be freed."""
+    if type(variable) not in (keras.Variable, cls) and variable._value is not None:
+        raise TypeError(
+            f"variable {variable.path!r} is of the class {type(variable).__name__}; stage 3 can "
+            "shard keras.Variable only"
+        )
+    variable._value, variable._initializer = native, None
+    variable.__class__ = cls
+
+
+def autocast(variable: Any, value: Any) -> Any:
+    """The value as a layer sees it that computes in another dtype (mixed precision)."""
+    return variable._maybe_autocast(value)
+
+
+def scoped_value(variable: Any) -> Any:
+    """A variable's value in the enclosing keras.StatelessScope, or None. Public is the scope, but
+    not which one encloses the caller."""
+    scope = stateless_scope.get_stateless_scope()
+    return None if scope is None else scope.get_current_value(variable)
+
+
+def in_symbolic_scope() -> bool:
+    """Whether Keras only asks for shapes: a collective would wait for ever."""
+    return bool(symbolic_scope.in_symbolic_scope())
+
+
+def ensure_global_seed() -> Any:
+    """The generator behind `keras.random` calls without a seed, made if there is none yet. Made
+    inside of a layer's call, it would be unknown to the recomputation: another dropout mask."""
+    return seed_generator.global_seed_generator()
+
+
+def get_mask(x: Any) -> Any:
+    """The mask that travels with a tensor. Without it, masks would end at a unit."""
+    return masking.get_keras_mask(x)
+
+
+def set_mask(x: Any, mask: Any) -> None:
+    masking.set_keras_mask(x, mask)
+
+
+class CallState(NamedTuple):
+    """What Keras knows in a layer's call besides its arguments."""
+
+    context: Any
+    autocast: Any
+
+
+def call_state() -> CallState:
+    """`training` as the outermost layer was given it, and the dtype of mixed precision. Without
+    them a layer that is called again in the backward pass would drop nothing out."""
+    context = global_state.get_global_attribute("current_call_ctx")
+    autocasting = global_state.get_global_attribute("autocast_scope")
+    return CallState(copy.copy(context), autocasting)
+
+
+@contextlib.contextmanager
+def in_call_state(state: CallState) -> Iterator[None]:
+    """Call layers inside as if where `call_state` was asked."""
+    before = [global_state.get_global_attribute(n) for n in ("current_call_ctx", "autocast_scope")]
+    global_state.set_global_attribute("current_call_ctx", copy.copy(state.context))
+    global_state.set_global_attribute("autocast_scope", state.autocast)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("current_call_ctx", before[0])
+        global_state.set_global_attribute("autocast_scope", before[1])
+
+
+def stop_recording() -> contextlib.AbstractContextManager[None]:
+    """No tape sees what happens inside; public is only a method of one tape, which a layer does
+    not know. Without it, eager tapes would keep gathered variables alive until backward."""
+    return record.stop_recording()
+
+
+def is_recorded(tensors: Sequence[Any]) -> bool:
+    """Whether a tape records what is done to one of the tensors. Without it, a gradient that
+    cannot be computed would be lost without a word."""
+    return bool(record.should_record_backprop(list(tensors)))
+
+
+def in_branch() -> bool:
+    """Whether the caller is traced into a branch of tf.cond or the body of a loop. Without it,
+    ranks that take different branches would wait for each other for ever."""
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    return type(graph).__name__ in ("CondBranchFuncGraph", "WhileCondFuncGraph")
+
+
+def realise(variable: Any) -> None:
+    """Turn a variable without memory into an ordinary one; see `zero.deferred_init`."""
+    variable.__class__ = keras.Variable
+    if stateless_scope.get_stateless_scope() is not None:
+        return  # Keras calls the initializer again and again there
+    variable._deferred_initialize()
+
+
+def replace_initialization(defer: Callable[[Any, Any], type | None]) -> Callable[[], None]:
+    """Have variables that `defer` gives a class keep their initializer instead of calling it;
+    returns what ends that. Public is only a StatelessScope, which forbids whatever else the
+    constructor of a model may do to variables."""
+    original = keras.Variable._initialize_with_initializer
+
+    def initialize(self: Any, initializer: Any) -> None:
+        cls = defer(self, self._shape)
+        if cls is None:
+            original(self, initializer)
+            return
+        self._value, self._initializer = None, initializer
+        self.__class__ = cls
+
+    keras.Variable._initialize_with_initializer = initialize
+
+    def undo() -> None:
+        keras.Variable._initialize_with_initializer = original
+
+    return undo

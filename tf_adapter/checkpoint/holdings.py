@@ -10,7 +10,7 @@ import tensorflow as tf
 from zerohvd.keras import compat
 from zerohvd.keras.optimizer import state
 from zerohvd.keras.optimizer.distributed import unwrap
-from zerohvd.keras.params.pieces import tf_variable, variable_path
+from zerohvd.keras.params.pieces import shard_of, tf_variable, variable_path
 
 
 def places(model: Any) -> dict[Any, str]:
@@ -28,6 +28,7 @@ class Holdings:
     Attributes:
         names: Variable (by reference) -> its name.
         others: What the optimizer does not update, by name: statistics, seeds, frozen weights.
+        frozen: Sharded weights that the optimizer does not update (stage 3), by name.
         scalars: Optimizer variables that all ranks hold alike.
     """
 
@@ -41,11 +42,16 @@ class Holdings:
             for spec, native in zip(step.layout.params, step.natives, strict=True):
                 self._note(spec.name, native)
         updated = set(self.variables)
+        self.frozen: dict[str, Any] = {}
         for variable in model.variables:
             native = tf_variable(variable)
             if native.ref() not in self.names:
-                self._note(self._unique(variable_path(variable)), native)
-        self.others = {n: v for n, v in self.variables.items() if n not in updated}
+                name = self._unique(variable_path(variable))
+                self._note(name, native)
+                if shard_of(variable) is not None:
+                    self.frozen[name] = variable
+        known = updated | set(self.frozen)
+        self.others = {n: v for n, v in self.variables.items() if n not in known}
         self.places = {
             self.names[ref]: place for ref, place in places(model).items() if ref in self.names
         }

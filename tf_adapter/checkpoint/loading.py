@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ from zerohvd.checkpoint.values import generators
 from zerohvd.keras import compat
 from zerohvd.keras.checkpoint.holdings import Holdings
 from zerohvd.keras.optimizer import state
-from zerohvd.keras.params.pieces import PieceVariable
+from zerohvd.keras.params.pieces import PieceVariable, shard_of
 from zerohvd.layout import Bucket, Span
 
 Array = np.ndarray[Any, Any]
@@ -99,6 +100,11 @@ class KerasTarget:
             span, bucket = Span(*piece.piece.param_span), piece.piece.bucket
             shape, dtype = tuple(piece.spec.shape), piece.dtype.name
             yield Slot(piece.spec.name, shape, span, dtype, _set(piece), group=bucket + 1)
+        for name, variable in self._held.frozen.items():
+            shard = shard_of(variable)
+            if shard.span.length:
+                slot = _slot_of(name, shard.piece, shard.span)
+                yield dataclasses.replace(slot, shape=tuple(variable.shape))
         for name, variable in self._held.others.items():
             yield _slot_of(name, variable, per_rank=True)
 

@@ -17,6 +17,7 @@ from zerohvd.checkpoint.values.tree import Array
 from zerohvd.keras import compat
 from zerohvd.keras.checkpoint.holdings import Holdings
 from zerohvd.keras.optimizer import state
+from zerohvd.keras.params.pieces import shard_of
 from zerohvd.layout import Span
 
 
@@ -34,6 +35,10 @@ class KerasSnapshot:
             spec = piece.spec
             data = _reader(piece.read)
             yield Entry(PARAM, spec.name, spec.dtype, tuple(spec.shape), span, data)
+        for name, variable in self._held.frozen.items():
+            shard = shard_of(variable)
+            if shard.span.length:
+                yield _entry(PARAM, name, tuple(variable.shape), shard.span, shard.piece)
         for slot in () if self._step is None else state.slots(self._held.optimizer):
             kind = MASTER if slot.kind == state.MASTER else state_kind(slot.kind)
             yield _slot_entry(kind, slot)

@@ -17,22 +17,42 @@ def save_model(model: Any, filepath: Any, *, root: int = 0, **options: Any) -> N
 
     Args:
         model: A compiled model.
-        filepath: As for `model.save`.
+        filepath: As for `model.save`; a path that ends with `.weights.h5` gets weights alone.
         root: The rank that writes.
         **options: Passed on to `model.save`.
     """
     optimizer = optimizer_of(model)
     whole = None
-    if optimizer is not None and optimizer.step is not None:
+    weights_alone = str(filepath).endswith(".weights.h5")
+    if weights_alone:
+        whole = {}
+    elif optimizer is not None and optimizer.step is not None:
         whole = state.whole_state(optimizer, root)
 
     def write() -> None:
         if optimizer is not None:
             optimizer.saved_state = whole
         try:
-            model.save(filepath, **options)
+            if weights_alone:
+                model.save_weights(filepath, **options)
+            else:
+                model.save(filepath, **options)
         finally:
             if optimizer is not None:
                 optimizer.saved_state = None
 
-    on_one_rank(write, ranks_of(model), root)
+    ranks = ranks_of(model)
+    if optimizer is None or optimizer.sharded is None:
+        on_one_rank(write, ranks, root)
+        return
+    # The others help to gather what the writing rank reads.
+    reading = optimizer.sharded.units.readable_on(root)
+
+    def read_and_write() -> None:
+        with reading:
+            write()
+
+    if ranks.rank != root:
+        with reading:
+            pass
+    on_one_rank(read_and_write, ranks, root)

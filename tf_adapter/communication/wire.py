@@ -5,10 +5,11 @@ They run eagerly or are traced into a tf.function.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -22,7 +23,7 @@ from zerohvd.communication.collectives import (
     check_registered,
 )
 from zerohvd.communication.instances import agree_on_instance
-from zerohvd.communication.traffic import StepTraffic
+from zerohvd.communication.traffic import PassTraffic, StepTraffic
 from zerohvd.keras import compat
 from zerohvd.keras.communication import arrays
 from zerohvd.keras.communication.ordering import after
@@ -71,6 +72,19 @@ class Wire:
         """Start a new record of what is moved."""
         self.traffic = StepTraffic(self.size, self.step, self._marks, _new_mark)
         return self.traffic
+
+    def pass_traffic(self) -> PassTraffic:
+        """A record of what layers move, for `recorded_by`."""
+        return PassTraffic(self.size, self.step, self._marks, _new_mark)
+
+    @contextlib.contextmanager
+    def recorded_by(self, traffic: StepTraffic) -> Iterator[None]:
+        """Record there what is moved inside, and not in the step's record."""
+        before, self.traffic = self.traffic, traffic
+        try:
+            yield
+        finally:
+            self.traffic = before
 
     def _record(self, name: str, op: str, x: Any, moved: int | None = None) -> None:
         size = (arrays.numel(x), arrays.nbytes(x))
@@ -164,6 +178,21 @@ class Wire:
         out = self._gather(x, name)
         out.set_shape([None, *x.shape[1:]])
         return out
+
+    def alltoall_rows(self, x: Any, splits: Any, name: str) -> tuple[Any, Any]:
+        """Send `splits[i]` rows of `x` to rank i; returns what has come, in rank order, and how
+        many rows each rank has sent. Only the running step knows how many there are."""
+        if self.size == 1:
+            return x, splits
+        rows, width = tf.shape(x, out_type=tf.int64)[0], math.prod(x.shape[1:])
+        item = arrays.itemsize(x)
+        self.traffic.add_sent_rows(name, rows, arrays.dtype_name(x), width, item)
+        bits = arrays.bits(x) if x.dtype == tf.bfloat16 else x
+        splits = tf.cast(splits, tf.int32)
+        out, received = hvd.alltoall(bits, splits=splits, **self.options(name))
+        out = arrays.unbits(out) if x.dtype == tf.bfloat16 else out
+        out.set_shape([None, *x.shape[1:]])
+        return out, received
 
     def options(self, name: str) -> dict[str, Any]:
         """What one of Horovod's functions needs besides the tensor."""

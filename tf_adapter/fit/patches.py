@@ -32,6 +32,7 @@ def install() -> None:
         return
     _installed.append(True)
     scaler = keras.optimizers.LossScaleOptimizer
+    _patch(scaler, "build", _build_scaler)
     _patch(scaler, "apply", _apply_scaled)
     _patch(scaler, "save_own_variables", _save_scaler)
     _patch(scaler, "load_own_variables", _load_scaler)
@@ -75,6 +76,17 @@ def _wrapper(around: Callable[..., Any]) -> Wrap:
         return method
 
     return wrap
+
+
+@_wrapper
+def _build_scaler(original: Any, self: Any, variables: Any) -> None:
+    """Build on no variables where they are sharded: Keras would number them by their values."""
+    inner = unwrap(self)
+    if inner is None or inner.sharded is None:
+        original(self, variables)
+        return
+    inner.build(variables)
+    original(self, [])
 
 
 @_wrapper
@@ -180,8 +192,10 @@ def _warn_of_backups(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any
 def _save_weights(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Leave the optimizer's state out of the file, which one rank alone could not collect."""
     optimizer = optimizer_of(self)
-    if optimizer is None:
+    if optimizer is None or (optimizer.sharded is not None and optimizer.saved_state is not None):
         return original(self, *args, **kwargs)
+    if optimizer.sharded is not None:
+        optimizer.check_savable()
     optimizer.saved_state = {}
     try:
         return original(self, *args, **kwargs)

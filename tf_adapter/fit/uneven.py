@@ -28,6 +28,7 @@ from zerohvd.keras import compat
 from zerohvd.keras.fit import batches, counts, losses
 from zerohvd.keras.optimizer import entry, weighting
 from zerohvd.keras.optimizer.distributed import optimizers_of
+from zerohvd.keras.params.pieces import shard_of
 
 
 class Parts(NamedTuple):
@@ -196,6 +197,7 @@ def _count(data: Any) -> Any:
 def _without_trace(model: Any, step: Callable[[Any], Any], data: Any, count: Any) -> Any:
     """Run the step; without samples on a row of zeros, restoring all other state after it."""
     state = {id(v): v for v in (*model.non_trainable_variables, *model.metrics_variables)}
+    state = {k: v for k, v in state.items() if shard_of(v) is None}  # frozen ones do not change
     before = [tf.convert_to_tensor(v.value) for v in state.values()]
     result = step(tf.nest.map_structure(lambda t: _stand_in(t, count), data))
 

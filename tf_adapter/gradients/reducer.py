@@ -10,6 +10,7 @@ import tensorflow as tf
 from zerohvd.keras.communication.ordering import Window, after
 from zerohvd.keras.gradients import sparse
 from zerohvd.keras.params import buffers
+from zerohvd.keras.params.pieces import PieceVariable, shard_of
 from zerohvd.keras.params.shards import ShardedVariables
 from zerohvd.layout import Bucket, ParamSpec, Piece
 from zerohvd.training.present import Present, agree_on_present
@@ -107,7 +108,7 @@ class Reduction:
         self._counts: Any = None  # how many ranks have a gradient of each variable
         self._as_rows = True  # whether a gradient that is missing here may be rows elsewhere
         self._scale, self._weight = scale, weight
-        self._weigh = _weighing(weight, in_loss)
+        self._weigh = weighing(weight, in_loss)
         # What turns the sum over the ranks into their mean; None: 1, or not known yet.
         self._factor: Any = None
         if weight is None and self._wire.size > 1:
@@ -169,11 +170,16 @@ class Reduction:
             return self._mean(total, pieces[0].dtype) if pieces else total
 
         spec = self._shards.layout.params[param]
-        if self._expects_rows(bucket, spec, grads[param]):
+        kept = self._shards.is_kept(bucket)
+        if not kept and self._expects_rows(bucket, spec, grads[param]):
             # The other ranks begin with the number of rows, and would wait for ours.
             grads = list(grads)
             grads[param] = self._no_rows(param, spec)
-        if sparse.applies(bucket, spec, grads[param]):
+        if kept:
+            # Also on a rank without a piece here: eager collectives have one order on all ranks.
+            self._add_up(self.heads)
+            found = [mean(self._own_part(piece, grads)) for piece in pieces]
+        elif sparse.applies(bucket, spec, grads[param]):
             together = [owned[0].joined(owned[-1])] if owned else []
             found = self._sparse(bucket, grads, together)
             if owned:
@@ -200,6 +206,13 @@ class Reduction:
         indices = self._reducer.present.rows.get(param, "int32")
         values = self._wire.live(tf.zeros([0, *spec.shape[1:]], spec.dtype))
         return sparse.Rows(values, tf.zeros([0], indices), spec.shape)
+
+    def _own_part(self, piece: PieceVariable, grads: Sequence[Any]) -> Any:
+        """The gradient of a piece whose unit has summed it over the ranks already (stage 3)."""
+        grad, shard = grads[piece.piece.param], shard_of(piece.variable)
+        if grad is None:
+            return tf.zeros([piece.piece.param_span.length], piece.dtype)
+        return buffers.cut(grad, piece.piece.param_span.shift(-shard.span.start))
 
     def _mean(self, total: Any, dtype: Any) -> Any:
         total = _scaled(tf.cast(total, dtype), self._factor)
@@ -272,7 +285,7 @@ def first_of(grads: Sequence[Any]) -> list[Any]:
     return [g.values if isinstance(g, sparse.Rows) else g for g in present][:1]
 
 
-def _weighing(weight: Any, in_loss: bool) -> _Function:
+def weighing(weight: Any, in_loss: bool) -> _Function:
     """The function from a gradient to this rank's contribution to the sum.
 
     A rank of weight 0 contributes zeros whatever its gradients are: the loss of an empty batch may

@@ -18,6 +18,7 @@ from zerohvd.config import MIB, ZeroConfig
 from zerohvd.errors import ShardedStateError
 from zerohvd.keras import compat
 from zerohvd.keras.communication.wire import Wire, join
+from zerohvd.keras.gradients.reducer import weighing
 from zerohvd.keras.optimizer import averages, partition, state, weighting
 from zerohvd.keras.optimizer.entry import explained
 from zerohvd.keras.optimizer.step import ShardedStep
@@ -25,11 +26,13 @@ from zerohvd.keras.params import broadcasting
 from zerohvd.keras.params.pieces import (
     PieceVariable,
     initialized,
+    key_of,
     owned_pieces,
-    tf_variable,
+    shard_of,
     variable_path,
 )
 from zerohvd.keras.params.shards import specs_of
+from zerohvd.keras.stage3.sharding import ShardedModel
 from zerohvd.launchers import check_ranks
 from zerohvd.training.graph import lay_out
 
@@ -59,7 +62,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
 
     Args:
         inner_optimizer: An optimizer that is not built yet, or a LossScaleOptimizer around one.
-        stage: 0: plain data parallelism; 1: sharded optimizer state; 2: and accumulated gradients.
+        stage: 0: plain data parallelism; 1: sharded optimizer state; 2: and accumulated gradients;
+            3: and variables, by `zero.zeroify(model, optimizer, stage=3)`.
         bucket_bytes: How many bytes of variables are packed into one collective.
         partition: "flat" cuts anywhere, "parameter" keeps variables whole, "auto" chooses.
         reduce_dtype: Gradients are sent in this dtype; None: in that of their variable.
@@ -110,6 +114,9 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         # The state that `load_model` has read, until the ranks build the optimizer together.
         self.loaded_state: dict[str, Any] | None = None
         self._loaded_variables: list[Any] = []
+        # Whether the units' gradients of this step contain a weight; None: there are none.
+        self._weighed: bool | None = None
+        self.sharded: ShardedModel | None = None  # stage 3: the model whose variables are sharded
         self._model: Any = lambda: None  # a weak reference, once a model is compiled with this
         # Keras saves every optimizer it finds in an attribute; this one saves the whole state.
         for part in (self.inner_optimizer, self.scaler):
@@ -136,14 +143,18 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         """`build`, where the gradients of some variables (`tables`) are tf.IndexedSlices."""
         if self.step is not None or not initialized(variables):
             return
+        if self.config.stage == 3:
+            _check_sharded(self.sharded, variables)
         with compat.outside_of_traces():
-            wire = Wire(self.process_set)
+            wire = Wire(self.process_set) if self.sharded is None else self.sharded.units.wire
             check_ranks(os.environ, hvd.size())
             everyone = wire.eager.allgather_object(tables, name="zero/agree/tables")
             rows = {i for found in everyone for i in found}
             how = partition.choose(self.inner_optimizer, self.config.partition)
-            specs = specs_of(variables, rows)
-            layout = lay_out(specs, how, self.config, wire.size)
+            if self.sharded is None:
+                layout = lay_out(specs_of(variables, rows), how, self.config, wire.size)
+            else:
+                layout = self.sharded.layout
             # Keras numbers names by the order of creation, which may differ between ranks.
             options = {k: v for k, v in self.inner_optimizer.get_config().items() if k != "name"}
             settings = {
@@ -165,6 +176,17 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
                 self.loaded_state = None
         self.built = True
 
+    def attach(self, sharded: ShardedModel) -> None:
+        """Update the variables of a sharded model (stage 3)."""
+        self.sharded = sharded
+        sharded.units.weigh = self._weigh
+
+    def _weigh(self, packed: Any) -> Any:
+        """This rank's contribution to the sum of a unit's gradients, before they are reduced."""
+        weight = weighting.peek()
+        self._weighed = weight is not None
+        return weighing(weight, weighting.will_be_in_loss(self))(packed)
+
     def compiled_into(self, model: Any) -> None:
         """Remember the model, which was compiled with this optimizer."""
         self._model = weakref.ref(model)
@@ -177,7 +199,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     def _build_inner(self, pieces: list[PieceVariable]) -> None:
         inner = self.inner_optimizer
         excluded = compat.decay_exclusions(inner)
-        keys = {p.key: compat.variable_key(tf_variable(p.variable)) for p in pieces}
+        keys = {p.key: key_of(p.variable) for p in pieces}
         excluded.update([piece for piece, variable in keys.items() if variable in excluded])
         for piece in pieces:
             piece.load()  # some optimizers start from the values
@@ -237,15 +259,42 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         aligned: list[Any] = [None] * len(self.step.variables)
         given = [self.step.index_of(variable) for variable in trainable_variables]
         for index, grad in zip(given, grads, strict=True):
-            aligned[index] = grad
+            aligned[index] = self._checked(self.step.variables[index], grad)
         _check_once(given, trainable_variables)
         weight = weighting.take()
+        self._check_weighed(weight)
         present = self.step.reducer.agree_on_present(aligned, weight is not None)
         if present is not None:
             found = [True if i in present.params else None for i in given]
             compat.check_any_gradient(self, found, trainable_variables)
         with tf.name_scope(self.name), explained():
             self.step.run(aligned, scaler, weight, weighting.is_in_loss(self))
+
+    def _checked(self, variable: Any, grad: Any) -> Any:
+        """The gradient; None where a unit has none on any rank. Of a sharded variable it must be
+        what the tape gives: this rank's part of the sum."""
+        shard = shard_of(variable)
+        if shard is None or self.sharded is None or grad is None:
+            return grad
+        if tuple(grad.shape) != (shard.span.length,):
+            raise ValueError(
+                f"the gradient of {variable_path(variable)!r} has shape {tuple(grad.shape)}; the "
+                f"variable is sharded, and this rank's part of its gradient has "
+                f"({shard.span.length},): pass what tape.gradient(loss, model.trainable_variables) "
+                "gives"
+            )
+        return grad if self.sharded.units.is_connected(variable) else None
+
+    def _check_weighed(self, weight: Any) -> None:
+        """At stage 3 gradients are summed over the ranks while they are computed."""
+        if self.sharded is None:
+            return
+        weighed, self._weighed = self._weighed, None
+        if weighed is not None and (weight is not None) != weighed:
+            raise ValueError(
+                "at stage 3 zero.weight(n) must come before the gradients are computed: call it "
+                "before tape.gradient(...), in every step or in none"
+            )
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         if self.use_ema and self.step is not None:
@@ -305,6 +354,13 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
 
     def check_savable(self) -> None:
         """Raise if saving would store this rank's shard as if it were the whole state."""
+        if self.sharded is not None and self.is_sharded and self.saved_state is None:
+            raise ShardedStateError(
+                "no rank holds the model's variables whole, so none can save them by itself. Call "
+                "zero.save_model(model, path) on all ranks instead (rank 0 writes; weights alone "
+                "to a path that ends with .weights.h5), or zero.save(path, model), or add "
+                "zero.callbacks.Checkpoint(path) to fit."
+            )
         if self.is_sharded and self.saved_state is None:
             raise ShardedStateError(
                 "this would store or copy this rank's share of the optimizer state as if it were "
@@ -393,6 +449,19 @@ def _leave_to_second_trace() -> None:
     tf.debugging.Assert(False, [problem])  # only if TensorFlow runs the first trace after all
 
 
+def _check_sharded(sharded: ShardedModel | None, variables: Sequence[Any]) -> None:
+    if sharded is None:
+        raise ValueError(
+            "stage 3 shards the model's variables too: model, opt = zero.zeroify(model, opt, "
+            "stage=3) before the first step"
+        )
+    if [id(v) for v in variables] != [id(v) for v in sharded.variables]:
+        raise ValueError(
+            "the optimizer is built for other variables than those that were trainable when "
+            "zero.zeroify(model, opt, stage=3) sharded the model"
+        )
+
+
 def _delegate(name: str) -> property:
     def get(self: DistributedOptimizer) -> Any:
         inner = self.__dict__.get("inner_optimizer")
@@ -429,10 +498,6 @@ def _check_inner(optimizer: Any, config: ZeroConfig) -> None:
     if isinstance(optimizer, DistributedOptimizer):
         raise TypeError(
             f"the optimizer is a DistributedOptimizer already ({optimizer.name!r}): wrap it once"
-        )
-    if config.stage > 2:
-        raise ValueError(
-            "DistributedOptimizer does stages 0 to 2; stage 3 shards the model's variables too"
         )
     if optimizer.built:
         raise ValueError(

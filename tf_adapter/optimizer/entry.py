@@ -21,6 +21,7 @@ from zerohvd.communication.rendezvous import Call, another_trains, different_cal
 from zerohvd.errors import DisagreementError
 from zerohvd.keras.communication.wire import join
 from zerohvd.keras.optimizer.step import ShardedStep
+from zerohvd.keras.params.pieces import shard_of
 
 # What Horovod says when ranks do different things under one name.
 _REFUSED = re.compile(r"Mismatched (data types|operations): One rank")
@@ -74,6 +75,11 @@ def meet_first(process_set: Any, numbers: Sequence[int]) -> list[list[int]]:
 def _first_operation(step: ShardedStep) -> str:
     """The name of every step's first collective, unless the first bucket is a sparse table."""
     wire, bucket = step.wire, step.layout.buckets[0]
+    shards = [s for s in map(shard_of, step.variables) if s is not None]
+    if shards and shards[0].home.first_operation:
+        # At stage 3 a step begins with its forward pass.
+        kind = shards[0].home.first_operation
+        return f"Horovod{kind.kind}" if step.eager else str(kind.name)
     if step.begins_with is not None:
         return "HorovodAllreduce" if step.eager else step.begins_with
     if step.reducer.local_sums and step.reducer.weighted:

@@ -183,6 +183,11 @@ def plain_optimizer(optimizer: Any, root: int = 0) -> Any:
     All ranks must call it; the others get None.
     """
     optimizer.build_loaded()
+    if optimizer.sharded is not None:
+        raise ShardedStateError(
+            "a plain optimizer needs whole variables, which no rank holds at stage 3: "
+            "zero.save_model(model, path) on all ranks writes the model with its whole optimizer"
+        )
     if optimizer.step is None:
         raise ShardedStateError(
             "the optimizer has no state yet: train a step, or call "

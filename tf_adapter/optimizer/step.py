@@ -23,7 +23,7 @@ from zerohvd.keras.gradients import loss_scale
 from zerohvd.keras.gradients.reducer import GradReducer, Reduction, first_of
 from zerohvd.keras.optimizer import averages, clipping
 from zerohvd.keras.optimizer.update import PieceUpdate
-from zerohvd.keras.params.pieces import PieceVariable, tf_variable
+from zerohvd.keras.params.pieces import PieceVariable, shard_of, tf_variable
 from zerohvd.keras.params.shards import ShardedVariables
 from zerohvd.layout import Bucket, Layout
 
@@ -219,6 +219,13 @@ class ShardedStep(ShardedVariables):
 
 def _constrain(variable: Any, given: Any) -> None:
     """Apply the variable's constraint if it has been `given`: a bool or a tensor."""
+    shard = shard_of(variable)
+    if shard is not None:
+        if given is not False:
+            constraint = variable.constraint
+            here = tf.convert_to_tensor(given)
+            shard.home.rewrite(variable, lambda v: tf.cond(here, lambda: constraint(v), lambda: v))
+        return
     native = tf_variable(variable)
     if given is True:
         native.assign(variable.constraint(tf.convert_to_tensor(native)))

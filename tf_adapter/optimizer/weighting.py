@@ -17,6 +17,7 @@ may_enter_loss = _announced.may_enter_loss
 clear = _announced.clear
 put_into_loss = _announced.put_into_loss
 is_in_loss = _announced.is_in_loss
+will_be_in_loss = _announced.will_be_in_loss
 
 
 class weight:
@@ -53,7 +54,15 @@ class weight:
 
 def take() -> Any:
     """The announced weight as a float32 tensor, or None; it is used up unless it is held."""
-    value = _announced.take()
+    return _as_tensor(_announced.take())
+
+
+def peek() -> Any:
+    """The announced weight as a float32 tensor, or None; it stays announced."""
+    return _as_tensor(_announced.value)
+
+
+def _as_tensor(value: Any) -> Any:
     if value is None:
         return None
     announced_in_graph = tf.is_tensor(value) and tf.is_symbolic_tensor(value)

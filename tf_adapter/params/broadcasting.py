@@ -9,15 +9,18 @@ import tensorflow as tf
 
 from zerohvd.communication.collectives import Collectives
 from zerohvd.keras.params import buffers
-from zerohvd.keras.params.pieces import tf_variable
+from zerohvd.keras.params.pieces import shard_of, tf_variable
 from zerohvd.layout import ParamSpec, build_layout
 
 
 def broadcast_variables(variables: Iterable[Any], collectives: Collectives, root: int = 0) -> None:
-    """Give every rank the values of rank `root`, a bucket at a time; eager only."""
+    """Give every rank the values of rank `root`, a bucket at a time; eager only.
+
+    Sharded variables (stage 3) are left alone: every rank has a part of its own.
+    """
     if collectives.size == 1:
         return
-    natives = [tf_variable(v) for v in variables]
+    natives = [tf_variable(v) for v in variables if shard_of(v) is None]
     specs = [
         ParamSpec(str(i), tuple(v.shape), v.dtype.base_dtype.name) for i, v in enumerate(natives)
     ]

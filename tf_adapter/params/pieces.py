@@ -13,16 +13,38 @@ from typing import Any
 import tensorflow as tf
 
 from zerohvd.config import ZeroConfig
-from zerohvd.keras.compat import variable_key
+from zerohvd.keras.compat import stored_dtype, variable_key
 from zerohvd.keras.params import buffers
 from zerohvd.layout import Layout, ParamSpec, Piece
 from zerohvd.numerics import master_dtype
 from zerohvd.training.graph import updated_pieces
 
 
+def shard_of(variable: Any) -> Any:
+    """This rank's part of a variable that is sharded (stage 3), or None."""
+    return getattr(variable, "zero_shard", None)
+
+
 def tf_variable(variable: Any) -> Any:
-    """The tf.Variable behind a keras.Variable; a tf.Variable is one itself."""
+    """The tf.Variable behind a keras.Variable; a tf.Variable is one itself. Of a sharded variable,
+    this rank's part of it."""
+    shard = shard_of(variable)
+    if shard is not None:
+        return shard.piece
     return variable if isinstance(variable, tf.Variable) else variable.value
+
+
+def dtype_of(variable: Any) -> str:
+    """The dtype that a variable is stored in; it need not have memory yet."""
+    if isinstance(variable, tf.Variable):
+        return str(variable.dtype.base_dtype.name)
+    return stored_dtype(variable)
+
+
+def key_of(variable: Any) -> str:
+    """What Keras' optimizers identify the variable by."""
+    shard = shard_of(variable)
+    return variable_key(tf_variable(variable)) if shard is None else str(shard.key)
 
 
 def variable_path(variable: Any) -> str:
@@ -61,7 +83,7 @@ class PieceVariable:
         self.dtype = tf.as_dtype(dtype)
         self.device = native.device
         # The name under which Keras reads it: it excludes variables from weight decay by this key.
-        self._unique_id = variable_key(native) + (f"#{chunk}" if chunk else "")
+        self._unique_id = key_of(variable) + (f"#{chunk}" if chunk else "")
         self.master: tf.Variable | None = None
         self._value: Any = None
 
@@ -83,13 +105,18 @@ class PieceVariable:
     def read(self) -> Any:
         """This piece of the model's variable, in the variable's dtype."""
         native = tf.convert_to_tensor(tf_variable(self.variable))
+        shard = shard_of(self.variable)
+        if shard is not None:
+            span = self.piece.param_span.shift(-shard.span.start)
+            return tf.reshape(buffers.cut(native, span), self.shape)
         if self.whole:
             return native
         return buffers.cut(tf.reshape(native, [-1]), self.piece.param_span)
 
     def finish_build(self) -> None:
         self.drop()
-        self.name = tf_variable(self.variable).name
+        shard = shard_of(self.variable)
+        self.name = tf_variable(self.variable).name if shard is None else shard.native_name
 
     def make_master(self) -> None:
         with tf.init_scope():

@@ -11,7 +11,13 @@ import tensorflow as tf
 from zerohvd.keras.communication.ordering import after
 from zerohvd.keras.communication.wire import Wire
 from zerohvd.keras.params import buffers
-from zerohvd.keras.params.pieces import PieceVariable, tf_variable, variable_path
+from zerohvd.keras.params.pieces import (
+    PieceVariable,
+    dtype_of,
+    shard_of,
+    tf_variable,
+    variable_path,
+)
 from zerohvd.layout import Bucket, Layout, ParamSpec
 from zerohvd.training.naming import unique_names
 
@@ -58,6 +64,23 @@ class ShardedVariables:
     def pieces_in(self, bucket: Bucket) -> list[PieceVariable]:
         return [self.pieces[i] for i in self.indices_in(bucket)]
 
+    def is_kept(self, bucket: Bucket) -> bool:
+        """Whether the variables in the bucket are sharded: gradients come reduced, and what has
+        been updated stays with its rank (stage 3)."""
+        return shard_of(self.variables[bucket.slots[0].param]) is not None
+
+    def _keep(self, pieces: Sequence[PieceVariable], values: Sequence[Any]) -> list[Any]:
+        """Store this rank's pieces; returns operations to wait for."""
+        parts: dict[int, list[Any]] = {}
+        for piece, value in zip(pieces, values, strict=True):
+            parts.setdefault(piece.piece.param, []).append(tf.reshape(value, [-1]))
+        done = []
+        for param, flats in parts.items():
+            native = self.natives[param]
+            flat = flats[0] if len(flats) == 1 else tf.concat(flats, 0)
+            done.append(native.assign(tf.cast(flat, native.dtype), read_value=False))
+        return done
+
     def name_of(self, bucket: Bucket, op: str) -> str:
         """The name of a collective on the bucket."""
         first = self.layout.params[bucket.slots[0].param].name
@@ -87,6 +110,8 @@ class ShardedVariables:
         values = [p.read_value() for p in pieces]
         for piece in pieces:
             piece.drop()
+        if self.is_kept(bucket):
+            return self._keep(pieces, values)
         if self.layout.size == 1:
             return [
                 v.assign(tf.reshape(tf.cast(x, v.dtype), v.shape), read_value=False)
@@ -116,7 +141,7 @@ def specs_of(variables: Sequence[Any], tables: Collection[int]) -> list[ParamSpe
                 f"variable {path!r} is overwritten with its gradient (float8 training), which "
                 "zerohvd does not support"
             )
-        dtype = tf_variable(variable).dtype.base_dtype.name
+        dtype = dtype_of(variable)
         looks_so = len(variable.shape) > 1 and _TABLE.search(path.split("/")[-1].lower())
         group = name if index in tables or looks_so else 0
         specs.append(ParamSpec(name, tuple(variable.shape), dtype, group))

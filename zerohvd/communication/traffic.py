@@ -53,9 +53,10 @@ class StepTraffic:
         moved: int | None = None,
     ) -> None:
         """As `CommLog.add`."""
-        self._moved[self._branch].append(
-            lambda log: log.add(name, op, dtype, elements, nbytes, moved)
-        )
+        self._note(name, lambda log: log.add(name, op, dtype, elements, nbytes, moved))
+
+    def _note(self, name: str, add: Callable[[CommLog], None]) -> None:
+        self._moved[self._branch].append(add)
 
     def add_gathered_rows(
         self, name: str, rows: Any, dtype: str, width: int, itemsize: int
@@ -69,7 +70,18 @@ class StepTraffic:
             nbytes = own * itemsize
             log.add(name, "allgather", dtype, own, nbytes, nbytes * (self._size - 1))
 
-        self._moved[self._branch].append(add)
+        self._note(name, add)
+
+    def add_sent_rows(self, name: str, rows: Any, dtype: str, width: int, itemsize: int) -> None:
+        """Record an alltoall whose number of rows, of `width` elements, only the step knows."""
+        count = self._mark(f"{name}/rows")
+        count.assign(rows)
+
+        def add(log: CommLog) -> None:
+            sent = int(count) * width
+            log.add(name, "alltoall", dtype, sent, sent * itemsize, sent * itemsize)
+
+        self._note(name, add)
 
     def log(self) -> CommLog:
         """What the most recent step moved."""
@@ -84,3 +96,21 @@ class StepTraffic:
         if name not in self._marks:
             self._marks[name] = self._new_mark()
         return self._marks[name]
+
+
+class PassTraffic(StepTraffic):
+    """The record of collectives that layers call: each name counts once, the last one of it."""
+
+    def __init__(
+        self, size: int, step: Any, marks: dict[str, Any], new_mark: Callable[[], Any]
+    ) -> None:
+        super().__init__(size, step, marks, new_mark)
+        self._named: dict[str, Callable[[CommLog], None]] = {}
+
+    def _note(self, name: str, add: Callable[[CommLog], None]) -> None:
+        self._named[name] = add
+
+    def add_to(self, log: CommLog) -> None:
+        """Add what one pass moves."""
+        for add in self._named.values():
+            add(log)

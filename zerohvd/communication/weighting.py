@@ -103,6 +103,10 @@ class Announced:
         """Note that the optimizer's loss has been multiplied with the weight."""
         self._in_loss.add(id(optimizer))
 
+    def will_be_in_loss(self, optimizer: object) -> bool:
+        """As `is_in_loss`, but the question does not count."""
+        return id(optimizer) in self._in_loss
+
     def is_in_loss(self, optimizer: object) -> bool:
         """Whether the gradients to come contain the weight already; asked once per step."""
         found = id(optimizer) in self._in_loss

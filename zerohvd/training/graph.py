@@ -40,7 +40,9 @@ def lay_out(specs: Sequence[ParamSpec], partition: str, config: ZeroConfig, size
     chunk = max(_CHUNK_BYTES, config.bucket_bytes)
     # Sparse rows are sent for a whole table.
     large_table = any(s.group and s.nbytes > chunk for s in specs)
-    whole = partition == "parameter" or not sharded or size == 1 or large_table
+    # At stage 3 a variable is gathered when its unit is, at once: in chunks it would be copied.
+    gathered = config.stage == 3
+    whole = partition == "parameter" or not sharded or size == 1 or large_table or gathered
     return build_layout(
         specs,
         size if sharded else 1,

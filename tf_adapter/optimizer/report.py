@@ -33,7 +33,8 @@ def memory_report(optimizer: Any) -> MemoryReport:
     `params` are the variables the optimizer manages, `optimizer` its slots and scalars, `master`
     the float32 shards of 16-bit variables. TensorFlow frees a gradient inside the step, so
     `grads` are sums kept by `gradient_accumulation_steps`. `buffers` are the largest buckets that
-    a step has in flight at once.
+    a step has in flight at once; at stage 3 the variables that are gathered at once: the root's and
+    two units'.
     """
     optimizer = _built(optimizer)
     step = optimizer.step
@@ -42,15 +43,22 @@ def memory_report(optimizer: Any) -> MemoryReport:
     sums += sum(nbytes(s) for s in step.local_sums)
     scalars = sum(nbytes(v) for v in state.scalars(optimizer).values())
     largest = sorted((b.nbytes for b in step.layout.buckets), reverse=True)
+    in_flight = sum(largest[:IN_FLIGHT]) if step.wire.size > 1 else 0
+    if optimizer.sharded is not None:
+        in_flight = optimizer.sharded.units.peak_nbytes
     return MemoryReport(
-        params=sum(nbytes(v) for v in step.variables),
+        params=sum(nbytes(v) for v in step.natives),
         grads=sums,
         master=slots.pop(state.MASTER, 0),
         optimizer=sum(slots.values()) + scalars,
-        buffers=sum(largest[:IN_FLIGHT]) if step.wire.size > 1 else 0,
+        buffers=in_flight,
     )
 
 
 def communication_report(optimizer: Any) -> CommunicationReport:
     """Calls and bytes sent per operation in the most recent step on this rank."""
-    return _built(optimizer).step.wire.traffic.log().report()
+    optimizer = _built(optimizer)
+    log = optimizer.step.wire.traffic.log()
+    if optimizer.sharded is not None:
+        optimizer.sharded.units.moved.add_to(log)
+    return log.report()
