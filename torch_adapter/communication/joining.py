@@ -6,7 +6,9 @@ import weakref
 from typing import Protocol
 
 import horovod.torch as hvd
+import numpy as np
 
+from zerohvd.communication.collectives import Handle
 from zerohvd.communication.rendezvous import Call, Rendezvous, come_to_all
 from zerohvd.torch import compat
 from zerohvd.torch.communication.collectives import join
@@ -20,6 +22,7 @@ class Sharded(Protocol):
 
 _living: weakref.WeakValueDictionary[int, Sharded] = weakref.WeakValueDictionary()
 _count = 0
+_arrival: Handle | None = None  # of a join() that failed because other ranks did something else
 
 
 def note(optimizer: Sharded) -> None:
@@ -37,15 +40,23 @@ def forget(optimizer: Sharded) -> None:
 
 def _join() -> int | None:
     """Horovod's join() supports allreduce only, and a sharded step needs every rank."""
-    optimizers = [_living[number] for number in sorted(_living)]
+    global _arrival
     if not _count:
         return None
     # A joined rank takes part in every operation that Horovod has cached, and an alltoall crashes
     # it: those of optimizers that are gone are cached too.
-    if optimizers:
-        come_to_all([each.rendezvous for each in optimizers], Call.JOIN)
-    else:
-        join().barrier(name="zero/join")
+    world = join()
+    if _arrival is None:
+        # Kept if this call fails: Horovod has it in flight until the other ranks come.
+        _arrival = world.allreduce_start(world.from_numpy(np.zeros(1)), name="zero/join")
+    optimizers = [_living[number] for number in sorted(_living)]
+    come_to_all(
+        [each.rendezvous for each in optimizers],
+        Call.JOIN,
+        _arrival,
+        lambda names: world.allgather_object(names, name="zero/joined"),
+    )
+    _arrival = None
     last: int = hvd.size() - 1
     return last
 

@@ -97,7 +97,7 @@ class Rendezvous:
             waiting: Waits in the place of the handles' own wait().
         """
         self._collectives = collectives
-        self._name = name
+        self.name = name
         self._waiting = waiting
         self._open: tuple[Claims, Array, Handle] | None = None
 
@@ -123,7 +123,7 @@ class Rendezvous:
         claims = Claims(call, _digest(frozen), float(weighted), passes, _digest(options))
         # The maximum of a value and of its negative are equal only if all ranks said the same.
         said = self._collectives.from_numpy(np.array([*claims, *(-c for c in claims)], np.float64))
-        handle = self._collectives.allreduce_start(said, "max", name=self._name)
+        handle = self._collectives.allreduce_start(said, "max", name=self.name)
         self._open = (claims, said, handle)
 
     def check(self) -> None:
@@ -151,13 +151,17 @@ class Rendezvous:
         self.check()
         return True
 
+    def forget(self) -> None:
+        """Do not wait for ranks that will not come."""
+        self._open = None
+
     def _hear_all(self, claims: Claims) -> list[Claims] | None:
         """What each rank said, in rank order; None if a rank does not come to tell."""
         c = self._collectives
         own = c.from_numpy(np.array(claims, np.float64))
         heard = c.from_numpy(np.zeros(len(claims) * c.size, np.float64))
         lengths = [len(claims)] * c.size
-        handle = c.gather_into(heard, own, lengths, name=f"{self._name}/who")
+        handle = c.gather_into(heard, own, lengths, name=f"{self.name}/who")
         if not self._wait_for(handle, DETAILS_PATIENCE):
             return None
         handle.wait()
@@ -174,18 +178,34 @@ class Rendezvous:
         return True
 
 
-def come_to_all(places: Sequence[Rendezvous], call: Call) -> None:
+def come_to_all(
+    places: Sequence[Rendezvous],
+    call: Call,
+    everyone: Handle,
+    names_of_all: Callable[[list[str]], Sequence[Sequence[str]]],
+) -> None:
     """Return when all ranks have made the same call, which concerns several optimizers; raise on
-    all ranks when one of them does something else with any of these."""
+    all ranks when one of them does something else with any of these.
+
+    Args:
+        everyone: Is done when all ranks have come here.
+        names_of_all: The names that every rank gives, in rank order; called when all have come. An
+            optimizer that is garbage on some ranks may not have been collected yet on others.
+    """
     for place in places:
         place.check()  # of a step under way
         place.open(call, ())
-    left = list(places)
-    while len(left) > 1:
+    left, deadline = list(places), limits.Deadline()
+    while left and not everyone.done() and not deadline.passed():
         # In turn: the ranks that do something else may do it with any of them.
         left = [place for place in left if not place.come_together(_TURN)]
+    everyone.wait()
+    known = [set(names) for names in names_of_all([place.name for place in places])]
     for place in left:
-        place.check()
+        if all(place.name in names for names in known):
+            place.check()
+        else:
+            place.forget()
 
 
 def different_calls(calls: Sequence[int]) -> DisagreementError | None:

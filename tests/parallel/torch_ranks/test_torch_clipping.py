@@ -17,6 +17,8 @@ from training import STAGES, MatrixNet, adamw, assert_same, batch, distribute, l
 
 import zerohvd.torch as zero
 
+RANKS = (2, 3)  # two are bitwise, three have other sums
+
 
 def wrap(model, make=adamw, **options):
     options.setdefault("bucket_bytes", 1024)

@@ -13,6 +13,8 @@ from training import assert_replicated, assert_same
 
 import zerohvd.torch as zero
 
+RANKS = (2, 3)  # two are bitwise, three have other sums
+
 WORDS, WIDTH, HEADS, LENGTH = 29, 16, 2, 8
 
 

@@ -21,6 +21,8 @@ from training import assert_replicated, assert_same, batch, loss_of, train
 
 import zerohvd.torch as zero
 
+RANKS = (2, 3)  # two are bitwise, three have other sums
+
 UNITS = (Block, nn.Embedding)  # the embedding too is freed as soon as it has run
 
 
