@@ -10,6 +10,8 @@ import tensorflow as tf
 import zerohvd.keras as zero
 
 RANKS = (2, 3)  # every test traces graphs
+# Of three ranks, Horovod adds up in an order that depends on which tensors it has fused.
+LOOSE = 1e-5
 
 LENGTH, WORDS = 5, 11
 _rng = np.random.default_rng(1)
@@ -132,7 +134,7 @@ def test_sequences_in_a_loop_with_an_input_signature():
         for x, y in tokens():
             step(x, y)
         results.append(world.weights(model))
-    world.assert_same(*results[::-1])
+    world.assert_same(*results[::-1], tolerance=LOOSE)
 
 
 # -- models that take their shapes from the data ---------------------------------------------------
@@ -204,7 +206,7 @@ def test_models_without_an_input_layer_in_16_bits(policy):
             results.append(world.weights(model))
     finally:
         keras.config.set_dtype_policy("float32")
-    world.assert_same(*results)
+    world.assert_same(*results, tolerance=LOOSE)
 
 
 def test_different_initial_weights_without_an_input_layer_become_those_of_rank_0():
@@ -235,7 +237,7 @@ def test_a_loop_over_a_model_without_an_input_layer():
         for s in range(world.STEPS):
             step(*(tf.constant(t) for t in world.batch(s)))
         results.append(world.weights(model))
-    world.assert_same(*results[::-1])
+    world.assert_same(*results[::-1], tolerance=LOOSE)
 
 
 OPTIONS = {

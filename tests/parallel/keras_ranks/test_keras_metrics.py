@@ -71,7 +71,7 @@ def fitted(distributed, make_data, validation=None, compiled=None, **options):
 def assert_reported_alike(got, expected):
     assert got.keys() == expected.keys()
     for name in expected:
-        np.testing.assert_allclose(got[name], expected[name], rtol=2e-6, atol=1e-7, err_msg=name)
+        np.testing.assert_allclose(got[name], expected[name], rtol=2e-6, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["samples", "sample_weight"])
