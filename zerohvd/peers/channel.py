@@ -134,9 +134,6 @@ class Service:
         self._topics.pop(topic, None)
         self._stay.pop(topic, None)
 
-    def offers(self, topic: str) -> bool:
-        return topic in self._topics
-
     def _listen(self) -> None:
         self._server.timeout = _POLL
         while threading.main_thread().is_alive() or self._is_needed():

@@ -44,6 +44,14 @@ def assert_equal_states(a, b):
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(b["state"][index][key]))
 
 
+def saved_on_the_way():
+    """A plain model after eight steps, and what was saved of it and its optimizer after three."""
+    model, opt = plain(steps=3)
+    stored = copy.deepcopy([model.state_dict(), opt.state_dict()])
+    train(model, opt, first=3)
+    return model, stored
+
+
 def in_the_next_step(model, opt):
     train(model, opt, steps=1, first=5)
 
@@ -114,10 +122,7 @@ def test_ranks_that_come_late_get_the_state_too():
 @pytest.mark.parametrize("stage", STAGES)
 def test_rank_0_restores_and_broadcasts(stage):
     """As in Horovod's ImageNet example: the others have made a fresh model and optimizer."""
-    expected, expected_opt = plain(steps=3)
-    stored = copy.deepcopy([expected.state_dict(), expected_opt.state_dict()])
-    train(expected, expected_opt, first=3)
-
+    expected, stored = saved_on_the_way()
     model = make_model(seed=hvd.rank())
     inner = torch.optim.AdamW(model.parameters(), lr=0.5)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -133,10 +138,7 @@ def test_rank_0_restores_and_broadcasts(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_rank_0_restores_before_wrapping(stage):
-    expected, expected_opt = plain(steps=3)
-    stored = copy.deepcopy([expected.state_dict(), expected_opt.state_dict()])
-    train(expected, expected_opt, first=3)
-
+    expected, stored = saved_on_the_way()
     model = make_model(seed=hvd.rank())
     inner = adamw(model.parameters())
     if hvd.rank() == 0:
@@ -164,10 +166,7 @@ def test_what_rank_0_alone_has_restored_is_not_trained_on(stage):
 
 def test_rank_0_restores_a_model_that_is_too_small_to_be_sharded():
     """With the defaults of stage 3 its parameters stay whole on every rank."""
-    expected, expected_opt = plain(steps=3)
-    stored = copy.deepcopy([expected.state_dict(), expected_opt.state_dict()])
-    train(expected, expected_opt, first=3)
-
+    expected, stored = saved_on_the_way()
     model = make_model(seed=hvd.rank())
     model, opt = zero.zeroify(model, adamw(model.parameters()), stage=3)
     if hvd.rank() == 0:
