@@ -116,8 +116,8 @@ class ZeroOptimizer(Resembling, torch.optim.Optimizer):
         self._is_made = True
         self._shard_initially(named)
         collectives.log.reset()
-        if collectives.size > 1:
-            joining.note(self)
+        if isinstance(collectives, TorchCollectives):
+            joining.note(self.rendezvous, collectives)
         if self.units is not None:
             self.units.on_gather = unless_gone(self.gradients.renew_log)
 
@@ -593,7 +593,7 @@ class ZeroOptimizer(Resembling, torch.optim.Optimizer):
         self.gradients.close()
         if self._sharing is not None:
             self._sharing.close()
-        joining.forget(self)
+        joining.forget(self.rendezvous)
         for section in self.sections:
             section.set_owner(None)
 

@@ -144,16 +144,19 @@ class Rendezvous:
         groups = _extremes(lowest, highest) if heard is None else _by_rank(heard)
         raise DisagreementError(_difference(groups, lowest, highest))
 
+    def come_for(self, call: Call) -> None:
+        """Tell the other ranks, unless they have not come yet since this one told them last."""
+        if self._open is not None and self._open[0].call == call:
+            return
+        self.check()  # of a step under way
+        self.open(call, ())
+
     def come_together(self, seconds: float) -> bool:
         """`check`, but not for longer than `seconds`; return whether the ranks have come."""
         if self._open is not None and not self._wait_for(self._open[2], seconds):
             return False
         self.check()
         return True
-
-    def forget(self) -> None:
-        """Do not wait for ranks that will not come."""
-        self._open = None
 
     def _hear_all(self, claims: Claims) -> list[Claims] | None:
         """What each rank said, in rank order; None if a rank does not come to tell."""
@@ -182,30 +185,29 @@ def come_to_all(
     places: Sequence[Rendezvous],
     call: Call,
     everyone: Handle,
-    names_of_all: Callable[[list[str]], Sequence[Sequence[str]]],
+    missed_here: Callable[[], Sequence[Rendezvous]],
 ) -> None:
     """Return when all ranks have made the same call, which concerns several optimizers; raise on
     all ranks when one of them does something else with any of these.
 
     Args:
         everyone: Is done when all ranks have come here.
-        names_of_all: The names that every rank gives, in rank order; called when all have come. An
-            optimizer that is garbage on some ranks may not have been collected yet on others.
+        missed_here: Places that other ranks have and this one has not: an optimizer that is garbage
+            may not have been collected yet on other ranks. Called when all have come. Without this
+            rank they would wait there for ever, and Horovod ends a job in which somebody does.
     """
     for place in places:
-        place.check()  # of a step under way
-        place.open(call, ())
+        place.come_for(call)
     left, deadline = list(places), limits.Deadline()
     while left and not everyone.done() and not deadline.passed():
         # In turn: the ranks that do something else may do it with any of them.
         left = [place for place in left if not place.come_together(_TURN)]
     everyone.wait()
-    known = [set(names) for names in names_of_all([place.name for place in places])]
-    for place in left:
-        if all(place.name in names for names in known):
-            place.check()
-        else:
-            place.forget()
+    missed = missed_here()
+    for place in missed:
+        place.open(call, ())
+    for place in [*left, *missed]:
+        place.check()
 
 
 def different_calls(calls: Sequence[int]) -> DisagreementError | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import horovod.torch as hvd
 import pytest
 import torch
@@ -128,6 +130,29 @@ def test_ranks_that_join_together_go_on(stage):
         train(model, opt, steps=2)
         assert hvd.join() in range(hvd.size())
     assert join_as_imported_before() in range(hvd.size())
+
+
+@needs_ranks
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("failed", [False, True], ids=["", "after a join that failed"])
+def test_ranks_that_join_may_have_let_go_of_different_optimizers(failed, stage):
+    model, used = make_model(), make_model()
+    kept = wrap(model, stage=stage)
+    opt = wrap(used, stage=stage)
+    for m, o in ((model, kept), (used, opt)):
+        train(m, o, steps=2)
+    if failed:
+        with pytest.raises(RuntimeError, match=r"rank 0 hvd\.join\(\)"):
+            if hvd.rank() == 0:
+                hvd.join()
+            else:
+                train(used, opt, steps=1)
+    if hvd.rank() == 0:
+        del kept, m, o
+        gc.collect()
+    for _ in range(3):
+        assert hvd.join() in range(hvd.size())
+    hvd.allreduce(torch.zeros(1), name="all are there")
 
 
 @pytest.mark.parametrize(
