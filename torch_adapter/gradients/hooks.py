@@ -41,8 +41,11 @@ class GradHooks:
 
         def hook(_: torch.Tensor) -> None:
             living = owner()
-            if living is not None:
-                # A backward pass with create_graph=True runs hooks with gradients switched on.
+            if living is None:
+                return
+            if not torch.is_grad_enabled():
+                living.arrived(section, index)
+            else:  # in a backward pass with create_graph=True
                 with torch.no_grad():
                     living.arrived(section, index)
 

@@ -92,7 +92,8 @@ class Gradients(GradientStep[Section]):
             self.sections[section].local.show(index)
 
     def arrived(self, section: int, index: int) -> None:
-        self.end_skipped()
+        if self.synchronized:
+            self.end_skipped()
         if self._hidden and not self.begun:
             self._show_all()  # what a weight of 0 has hidden, in case the user has cleared some
         super().arrived(section, index)

@@ -72,8 +72,7 @@ def view_in(flat: torch.Tensor, start: int, shape: torch.Size) -> torch.Tensor:
     sense of autograd: writes into the buffer must not count as writes into the parameter.
     """
     offset = int(flat.storage_offset()) + start
-    whole = flat.new_empty(0).set_(flat.untyped_storage(), offset, (shape.numel(),), (1,))
-    return whole.view(shape)
+    return flat.new_empty(0).set_(flat.untyped_storage(), offset, shape)
 
 
 def piece_view(

@@ -23,7 +23,8 @@ from zerohvd.errors import DisagreementError
 # its own check late, or fail before; the error must not depend on it.
 DETAILS_PATIENCE = 20.0
 _POLL = 1e-3
-_TURN = 0.5  # seconds; longer than the patience before a wait serves other ranks
+# Seconds. The last is longer than the patience before a wait serves other ranks.
+_TURNS = (0.01, 0.05, 0.5)
 
 
 class Call(enum.IntEnum):
@@ -199,9 +200,12 @@ def come_to_all(
     for place in places:
         place.come_for(call)
     left, deadline = list(places), limits.Deadline()
+    turns = iter(_TURNS)
+    turn = 0.0
     while left and not everyone.done() and not deadline.passed():
+        turn = next(turns, turn)
         # In turn: the ranks that do something else may do it with any of them.
-        left = [place for place in left if not place.come_together(_TURN)]
+        left = [place for place in left if everyone.done() or not place.come_together(turn)]
     everyone.wait()
     missed = missed_here()
     for place in missed:
