@@ -72,7 +72,8 @@ def view_in(flat: torch.Tensor, start: int, shape: torch.Size) -> torch.Tensor:
     sense of autograd: writes into the buffer must not count as writes into the parameter.
     """
     offset = int(flat.storage_offset()) + start
-    return flat.new_empty(0).set_(flat.untyped_storage(), offset, shape)
+    # Contiguous without strides, which the stubs of torch ask for.
+    return flat.new_empty(0).set_(flat.untyped_storage(), offset, shape)  # type: ignore
 
 
 def piece_view(
