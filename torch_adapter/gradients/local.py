@@ -21,7 +21,7 @@ class LocalGrads:
         self._params = params
         self._kept: list[torch.Tensor | None] = [None] * len(params)
         self._hidden = [False] * len(params)
-        self._published = False
+        self._published: dict[int, torch.Tensor] | None = None  # reduced gradients, by parameter
         self._stand_ins: list[StandIn] | None = None
 
     def stand_for(self, make: Callable[[torch.nn.Parameter, int], StandIn]) -> None:
@@ -65,15 +65,16 @@ class LocalGrads:
 
     def publish(self) -> None:
         """The full gradients have been reduced in place: users see them until the step is over."""
-        for index, hidden in enumerate(self._hidden):
+        self._published = {}
+        for index, (hidden, kept) in enumerate(zip(self._hidden, self._kept, strict=True)):
             # An empty parameter is in no bucket, and has no full gradient.
-            if hidden and not self.is_dropped(index) and self._kept[index] is not None:
-                self._params[index].grad = self._kept[index]
-        self._published = True
+            if hidden and not self.is_dropped(index) and kept is not None:
+                self._params[index].grad = kept
+                self._published[index] = kept.detach()
 
     @property
     def published(self) -> bool:
-        return self._published
+        return self._published is not None
 
     def end(self) -> None:
         """The step is over: what is left of full gradients is the user's again."""
@@ -82,7 +83,7 @@ class LocalGrads:
                 self._params[index].grad = self._kept[index]
             self._kept[index] = None
         self._hidden = [False] * len(self._params)
-        self._published = False
+        self._published = None
 
     def is_dropped(self, index: int) -> bool:
         """Whether the user has written `param.grad = None`: it shall not be updated."""
@@ -95,10 +96,15 @@ class LocalGrads:
         """
         for index, kept in enumerate(self._kept):
             grad = self._params[index].grad if self._hidden[index] else None
-            if grad is None or is_stand_in(grad) or grad is kept:
+            if grad is None or is_stand_in(grad):
                 continue
-            if kept is None or not self._published:
+            reduced = (self._published or {}).get(index)
+            if reduced is None:
+                if grad is kept:
+                    continue
                 return index
-            kept.copy_(grad)
-            self._params[index].grad = kept
+            # Also after `param.grad.data = ...` and `param.grad = param.grad.t()`.
+            if (grad.data_ptr(), grad.stride()) != (reduced.data_ptr(), reduced.stride()):
+                reduced.copy_(grad.clone())
+                self._params[index].grad = self._kept[index] = reduced
         return None

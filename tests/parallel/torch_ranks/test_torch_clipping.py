@@ -288,9 +288,16 @@ def test_another_tensor_in_the_place_of_a_gradient_is_refused(stage):
         opt.step()
 
 
-def test_another_tensor_in_the_place_of_a_gradient_counts_at_stage_0():
+@pytest.mark.parametrize("way", ["another", "data", "turned"])
+def test_another_tensor_in_the_place_of_a_gradient_counts_at_stage_0(way):
     def halve(model):
-        model.up.bias.grad = model.up.bias.grad * 0.5
+        bias, weight = model.up.bias, model.up.weight
+        if way == "another":
+            bias.grad = bias.grad * 0.5
+        elif way == "data":
+            bias.grad.data = bias.grad * 0.5
+        else:
+            weight.grad = weight.grad.flatten().view(7, 37).t()
 
     expected, _ = by_horovod(halve)
     model, _ = by_us(halve, 0, synchronize=True)
