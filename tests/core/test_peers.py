@@ -43,7 +43,7 @@ def joined(c, prefix):
 
 def take(subject, found):
     request = {"name": "parts"}
-    with found.take("part", request) as star:
+    with found.take("part", "a_call()", request) as star:
         return subject.give(star, request).tolist()
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerohvd.peers.channel import PeerError
 from zerohvd.torch import compat
 from zerohvd.torch.stage3 import placeholder
 from zerohvd.torch.stage3.units import ModuleUnit, Units
@@ -89,13 +88,7 @@ class ModuleState:
             for param in self._units.stream(wanted):
                 yield param, param.detach().clone()
             return
-        try:
-            yield from self._units.take(wanted).items()
-        except PeerError as error:
-            raise PeerError(
-                f"a rank called model.state_dict() alone, and {error}. Call it on every rank: do "
-                "not put it behind `if hvd.rank() == 0`"
-            ) from error
+        yield from self._units.take(wanted).items()
 
     # -- loading ----------------------------------------------------------------------------------
 

@@ -149,7 +149,8 @@ class Units(UnitLifecycle[ModuleUnit]):
         assert self.peers is not None
         units = self.of(params)
         found: dict[nn.Parameter, torch.Tensor] = {}
-        with self.peers.take("model", [unit.number for unit in units]) as star:
+        wanted = [unit.number for unit in units]
+        with self.peers.take("model", "model.state_dict()", wanted) as star:
             for part in (part for unit in units for part in unit.parts):
                 values = part.collect(TorchStar(star), star.root)
                 found.update((p, v.clone()) for p, v in values.items() if p in params)

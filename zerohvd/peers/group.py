@@ -113,7 +113,7 @@ class Peers:
         self._prefix, self._subject = prefix, subject
         self._gone = threading.Event()
         self._watch: threading.Thread | None = None
-        self._leaves_at: float | None = None
+        self._stay: limits.Deadline | None = None  # since the main thread has ended
         self._meeting = _Meeting(len(addresses))
         self._topics: set[str] = set()
         self._offer("come", self._on_come)
@@ -161,13 +161,23 @@ class Peers:
         self._offer(what, serve)
 
     @contextlib.contextmanager
-    def take(self, what: str, request: Any = None) -> Iterator[StarCollectives]:
-        """Collectives in which the other ranks' threads do what they gave `what` for."""
+    def take(self, what: str, call: str, request: Any = None) -> Iterator[StarCollectives]:
+        """Collectives in which the other ranks' threads do what they gave `what` for.
+
+        Args:
+            call: The user's, in which this rank is alone.
+        """
         asked = {"rank": self._rank, "version": self._subject.version, "request": request}
         others = [r for r in range(len(self._addresses)) if r != self._rank]
-        with contextlib.ExitStack() as stack:
-            connections = {r: stack.enter_context(self._ask(r, what, asked)) for r in others}
-            yield self._star(self._rank, connections)
+        try:
+            with contextlib.ExitStack() as stack:
+                connections = {r: stack.enter_context(self._ask(r, what, asked)) for r in others}
+                yield self._star(self._rank, connections)
+        except PeerError as error:
+            raise PeerError(
+                f"rank {self._rank} called {call} alone, and {error}. Call it on every rank: do "
+                "not put it behind `if hvd.rank() == 0`"
+            ) from error
 
     def _star(self, root: int, connections: Mapping[int, Connection]) -> StarCollectives:
         return StarCollectives(self._rank, len(self._addresses), root, connections)
@@ -175,8 +185,8 @@ class Peers:
     @contextlib.contextmanager
     def _at(self, wanted: Version) -> Iterator[None]:
         """Hold the subject at this version; a rank may still be at the end of the step before."""
-        deadline = time.monotonic() + limits.seconds()
-        while self._subject.version < wanted and time.monotonic() < deadline:
+        deadline = limits.Deadline()
+        while self._subject.version < wanted and not deadline.passed():
             time.sleep(_POLL / 10)
         with self._subject.guard.reading():
             if self._subject.version != wanted:
@@ -208,11 +218,11 @@ class Peers:
         """Whether others may need this rank, whose main thread has ended."""
         if self._rank == 0 or _has_failed():
             self.close()
-        if self._leaves_at is None:
-            self._leaves_at = time.monotonic() + limits.seconds()
+        if self._stay is None:
+            self._stay = limits.Deadline()
         if not self._gone.is_set():
             self._watch_first()
-        return not self._gone.is_set() and time.monotonic() < self._leaves_at
+        return not self._gone.is_set() and not self._stay.passed()
 
     def _watch_first(self) -> None:
         if self._watch is None:

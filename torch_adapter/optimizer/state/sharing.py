@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from zerohvd.peers.channel import PeerError
 from zerohvd.peers.group import Guard, Job, Peers, Version, find_peers
 from zerohvd.peers.star import StarCollectives
 from zerohvd.torch.communication.collectives import TorchCollectives
@@ -80,15 +79,8 @@ class Sharing:
         assert self._peers is not None
         if all(section.layout.size == 1 for section in self._held.sections):
             return whole.consolidate(self._held, self._collectives, None)
-        rank = self._collectives.rank
-        try:
-            with self._peers.take("optimizer") as star:
-                return whole.consolidate(self._held, TorchStar(star), rank)
-        except PeerError as error:
-            raise PeerError(
-                f"rank {rank} called state_dict() alone, and {error}. Call it on every rank: "
-                "do not put it behind `if hvd.rank() == 0`"
-            ) from error
+        with self._peers.take("optimizer", "opt.state_dict()") as star:
+            return whole.consolidate(self._held, TorchStar(star), self._collectives.rank)
 
     def _give(self, star: StarCollectives, request: Any) -> None:
         whole.consolidate(self._held, TorchStar(star), star.root)
