@@ -33,7 +33,7 @@ class Subject:
 @contextlib.contextmanager
 def joined(c, prefix):
     subject = Subject(c.rank)
-    found = find_peers(c, prefix, subject, {"part": subject.give})
+    found = find_peers(c, ["one host"] * c.size, prefix, subject, {"part": subject.give})
     try:
         yield subject, found
     finally:
@@ -118,7 +118,7 @@ def test_values_of_another_version_are_refused():
 def test_what_a_rank_leaves_is_there_until_the_first_rank_lets_go():
     def live(c):
         subject = Subject(c.rank)
-        found = find_peers(c, "left", subject, {"part": subject.give})
+        found = find_peers(c, ["one host"] * c.size, "left", subject, {"part": subject.give})
         c.barrier()
         if c.rank == 1:
             found.let_go()

@@ -18,9 +18,12 @@ from zerohvd.communication.collectives import (
     SingleProcess,
     check_registered,
 )
+from zerohvd.communication.hosts import Grid
 from zerohvd.launchers import check_ranks
 from zerohvd.torch import compat
-from zerohvd.torch.communication import arrays
+from zerohvd.torch.communication import arrays, two_steps
+
+_LARGE = 1 << 16  # bytes
 
 
 class _HorovodHandle:
@@ -108,6 +111,13 @@ class TorchCollectives(HorovodCollectives):
             return Exchange(self._start(compat.reducescatter_start, name, x, out), [out], out)
         if self.size == 2:
             return self._exchange_with_other(x, lengths, name, into)
+        grid = self._grid_for(x)
+        if grid is not None:
+            return Exchange(
+                *two_steps.scatter_start(
+                    self._alltoall_start, grid, x, lengths, self.rank, name, into
+                )
+            )
         out = x.new_empty(self.size * own)
         handle = self._alltoall_start(x, lengths, out, name)
         return Exchange(handle, out.view(self.size, own).unbind(), out)
@@ -122,6 +132,11 @@ class TorchCollectives(HorovodCollectives):
         splits = [0, others.numel()] if self.rank == 0 else [others.numel(), 0]
         handle = self._alltoall_start(others, splits, out, name)
         return Exchange(handle, [own, out] if self.rank == 0 else [out, own], out)
+
+    def _grid_for(self, x: torch.Tensor) -> Grid | None:
+        """Where two steps are worth it: NCCL knows the links itself, and small messages take the
+        time of a step and no more."""
+        return None if x.is_cuda or x.numel() * x.element_size() < _LARGE else self._grid
 
     def _use_native(self, x: torch.Tensor, lengths: Sequence[int]) -> bool:
         native = x.is_cuda if self._native is None else self._native
@@ -140,6 +155,9 @@ class TorchCollectives(HorovodCollectives):
         if self.size == 2:
             splits = [0, own.numel()] if self.rank == 0 else [own.numel(), 0]
             return self._alltoall_start(own, splits, parts[1 - self.rank], name)
+        grid = self._grid_for(x)
+        if grid is not None:
+            return two_steps.gather_start(self._alltoall_start, grid, x, lengths, name)
         # Input and output of an allgather must not overlap.
         sent = own.clone()
         return self._start(compat.allgather_start, name, _wire(sent), _wire(x))
@@ -156,6 +174,10 @@ class TorchCollectives(HorovodCollectives):
             _put(own, parts[self.rank])
             splits = [0, own.numel()] if self.rank == 0 else [own.numel(), 0]
             return self._alltoall_start(own, splits, parts[1 - self.rank], name)
+        grid = self._grid_for(out)
+        if grid is not None:
+            _put(own, out.split(list(lengths))[self.rank])
+            return two_steps.gather_start(self._alltoall_start, grid, out, lengths, name)
         return self._start(compat.allgather_start, name, _wire(own), _wire(out))
 
     def broadcast_in_place(self, x: torch.Tensor, root: int = 0, *, name: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import json
+import socket
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zerohvd import limits
+from zerohvd.communication.hosts import Grid, find_grid
 from zerohvd.communication.log import CommLog
 
 Array = npt.NDArray[Any]
@@ -353,6 +355,19 @@ class HorovodCollectives(Collectives):
         self.log = CommLog(self.size)
         self._arrays = arrays
         self._ops = {"sum": hvd.Sum, "average": hvd.Average, "min": hvd.Min, "max": hvd.Max}
+
+        self.hosts: Sequence[str] = ()
+        self._grid: Grid | None = None
+
+    def find_hosts(self) -> Sequence[str]:
+        """Ask where the ranks are, and let large exchanges cross links as seldom as can be.
+
+        Returns:
+            The host of each rank.
+        """
+        self.hosts = self.allgather_object(socket.gethostname(), name="zero/agree/hosts")
+        self._grid = find_grid(self.hosts, self.rank)
+        return self.hosts
 
     @property
     def members(self) -> Sequence[int]:

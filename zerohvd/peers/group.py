@@ -11,7 +11,6 @@ come to the end of the script, or of the function that the optimizer lived in, l
 from __future__ import annotations
 
 import contextlib
-import socket
 import sys
 import threading
 import time
@@ -288,17 +287,21 @@ _left: set[Peers] = set()
 
 
 def find_peers(
-    collectives: Collectives, prefix: str, subject: Versioned, jobs: Mapping[str, Job]
+    collectives: Collectives,
+    hosts: Sequence[str],
+    prefix: str,
+    subject: Versioned,
+    jobs: Mapping[str, Job],
 ) -> Peers | None:
     """The other ranks, if all can be reached; None everywhere if not. All ranks must call it.
 
     What was left of earlier optimizers is let go of: a new one may take over their parameters.
 
     Args:
+        hosts: Of all ranks.
         jobs: Per name: this rank's part in `job(collectives, request)`, which runs in another
             thread, while the rank that asks does the same over its own collectives.
     """
-    hosts = collectives.allgather_object(socket.gethostname(), name=f"{prefix}/hosts")
     for old in list(_left):
         old.close()
     mine = service(hosts)

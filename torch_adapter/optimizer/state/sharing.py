@@ -57,7 +57,7 @@ class Sharing:
         jobs: dict[str, Job] = {"optimizer": self._give}
         if units is not None:
             jobs["model"] = units.give
-        self._peers = find_peers(collectives, held.prefix, self, jobs)
+        self._peers = find_peers(collectives, collectives.hosts, held.prefix, self, jobs)
         if units is not None:
             units.peers = self._peers
 
