@@ -65,7 +65,8 @@ def test_an_allgather_gives_each_rank_all_parts(hosts):
     values = [{rank: rank} for rank in range(size)]
     for step in (0, 1):
         got = exchange([g.gather[step] for g in found], values)
-        values = [{**mine, **{p: v for _, p, v in new}} for mine, new in zip(values, got, strict=True)]
+        for mine, new in zip(values, got, strict=True):
+            mine.update((part, value) for _, part, value in new)
     assert values == [{rank: rank for rank in range(size)}] * size
 
 

@@ -18,12 +18,10 @@ from zerohvd.communication.collectives import (
     SingleProcess,
     check_registered,
 )
-from zerohvd.communication.hosts import Grid
+from zerohvd.communication.hosts import LARGE, Grid
 from zerohvd.launchers import check_ranks
 from zerohvd.torch import compat
 from zerohvd.torch.communication import arrays, two_steps
-
-_LARGE = 1 << 16  # bytes
 
 
 class _HorovodHandle:
@@ -136,7 +134,7 @@ class TorchCollectives(HorovodCollectives):
     def _grid_for(self, x: torch.Tensor) -> Grid | None:
         """Where two steps are worth it: NCCL knows the links itself, and small messages take the
         time of a step and no more."""
-        return None if x.is_cuda or x.numel() * x.element_size() < _LARGE else self._grid
+        return None if x.is_cuda or x.numel() * x.element_size() < LARGE else self.grid
 
     def _use_native(self, x: torch.Tensor, lengths: Sequence[int]) -> bool:
         native = x.is_cuda if self._native is None else self._native

@@ -357,7 +357,7 @@ class HorovodCollectives(Collectives):
         self._ops = {"sum": hvd.Sum, "average": hvd.Average, "min": hvd.Min, "max": hvd.Max}
 
         self.hosts: Sequence[str] = ()
-        self._grid: Grid | None = None
+        self.grid: Grid | None = None
 
     def find_hosts(self) -> Sequence[str]:
         """Ask where the ranks are, and let large exchanges cross links as seldom as can be.
@@ -366,7 +366,7 @@ class HorovodCollectives(Collectives):
             The host of each rank.
         """
         self.hosts = self.allgather_object(socket.gethostname(), name="zero/agree/hosts")
-        self._grid = find_grid(self.hosts, self.rank)
+        self.grid = find_grid(self.hosts, self.rank)
         return self.hosts
 
     @property

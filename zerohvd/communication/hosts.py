@@ -11,6 +11,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+LARGE = 1 << 16  # bytes, of all parts together: what is worth two steps
+
 _log = logging.getLogger("zerohvd")
 
 

@@ -8,9 +8,12 @@ A rank that has waited for longer than its patience therefore asks a *question*:
 what each rank needs, under one name. It completes only when every rank has asked, which means that
 every rank is waiting for something. With the answer, all ranks start every gather that any of them
 needs. From then on the wait that the question was asked for cannot be in a deadlock, however long
-it takes, so it asks at most once: slow links are not disturbed. A question that is still open when
-its wait ends stays open, is answered by the next wait that sees it, and does not count as that
-one's own.
+it takes, so it asks at most once. A question that is still open when its wait ends stays open, is
+answered by the next wait that sees it, and does not count as that one's own.
+
+On a slow link every gather takes longer than any fixed patience, and questions in between make it
+slower still. So a rank that has asked in vain, as all ranks waited for the same, is twice as
+patient from then on; one that has learned something is as impatient as at first.
 
 At the end of a backward pass all ranks meet in a question, so that none goes on to a collective of
 the user's while another one still needs it.
@@ -29,6 +32,7 @@ from zerohvd import limits
 from zerohvd.communication.collectives import AsyncCollectives, Handle
 from zerohvd.errors import WaitTimeoutError
 
+_LONGEST_PATIENCE = 0.1  # of the limit: ranks that differ must come free well before it
 _NOTHING = -1  # in the place of a unit's number: the rank needs no unit
 
 
@@ -37,7 +41,7 @@ class Timing:
     """Seconds."""
 
     patience: float = 0.25
-    """Before a rank asks what the others need."""
+    """Before a rank asks what the others need, as long as no question was in vain."""
 
     short_patience: float = 0.02
     """The same, for a unit that ranks were seen to need at different times."""
@@ -101,6 +105,7 @@ class Waiting:
         self._complete: dict[int, int] = {}  # per unit: gathers known to be complete
         self._meetings = 0  # collectives of all ranks that have been waited for; see _ask
         self._lonely: set[int] = set()  # units that ranks were seen to need at different times
+        self._patience = self._timing.patience
         self.questions = 0  # asked so far
 
     # -- what callers wait for --------------------------------------------------------------------
@@ -167,7 +172,8 @@ class Waiting:
         """
         started = time.monotonic()
         deadline = limits.Deadline(limit)
-        ask = _AskingRule(self._timing, unit is not None and unit.number in self._lonely)
+        lonely = unit is not None and unit.number in self._lonely
+        ask = _AskingRule(self._timing.short_patience if lonely else self._patience)
         alone = self._collectives.size == 1
 
         def look(now: float) -> None:
@@ -202,7 +208,7 @@ class Waiting:
     ) -> None:
         """Answer the question, which is complete, in a wait for `unit`."""
         own = ask.is_open
-        idle = self._answer(unit if own else None, deadline)
+        idle = self._answer(unit if own else None, deadline, impatient=True)
         if own:
             # Unit: every rank has started this gather by now. No unit: others may need several
             # units one after the other before they come to where this rank is.
@@ -248,18 +254,23 @@ class Waiting:
         self._question = _Question(heard, handle)
         self.questions += 1
 
-    def _answer(self, unit: Gatherable | None, deadline: limits.Deadline) -> bool:
+    def _answer(
+        self, unit: Gatherable | None, deadline: limits.Deadline, *, impatient: bool = False
+    ) -> bool:
         """Take part in what the ranks said they need; return whether all need nothing now.
 
         Args:
             unit: What this rank waits for, if the question was asked for that.
+            impatient: The question was asked because a wait was long.
         """
         assert self._question is not None
         (heard, handle), self._question = self._question, None
         handle.wait()
         needs = [(n, g) for n, g in self._collectives.to_numpy(heard).reshape(-1, 2).tolist()]
+        current = {need for need in needs if not self._is_past(*need)}
+        if impatient:
+            self._learn(in_vain=len(current) <= 1)
         if unit is not None:
-            current = {need for need in needs if not self._is_past(*need)}
             different = bool(current - {(unit.number, unit.gathers)})
             (self._lonely.add if different else self._lonely.discard)(unit.number)
         for number, gathers in needs:
@@ -270,6 +281,10 @@ class Waiting:
         said = [meetings for number, meetings in needs if number == _NOTHING]
         self._meetings = max([self._meetings, *said])
         return idle
+
+    def _learn(self, *, in_vain: bool) -> None:
+        longest = self._timing.limit * _LONGEST_PATIENCE
+        self._patience = min(2 * self._patience, longest) if in_vain else self._timing.patience
 
     def _is_past(self, number: int, count: int) -> bool:
         """Whether what a rank said it needs has been complete since."""
@@ -296,9 +311,9 @@ class Waiting:
 class _AskingRule:
     """When one wait may ask."""
 
-    def __init__(self, timing: Timing, lonely: bool) -> None:
+    def __init__(self, patience: float) -> None:
         self.is_open = False  # this wait's own question has not been answered yet
-        self._patience = timing.short_patience if lonely else timing.patience
+        self._patience = patience
         self._due: float | None = self._patience  # seconds of waiting; None: never again
 
     def is_due(self, waited: float) -> bool:
