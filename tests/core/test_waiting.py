@@ -160,6 +160,25 @@ def test_slow_gathers_are_asked_about_once_each_at_most(size):
     assert not lonely  # ranks needed the same all along
 
 
+def test_what_is_slow_every_time_is_not_asked_about_any_more():
+    """As on a slow link. Ranks that differ after that come free all the same, and soon."""
+    timing = Timing(patience=0.02, short_patience=0.002, limit=30, poll=2e-3, poll_slowly=2e-3)
+
+    def live(c):
+        rank = Rank(c, 3, timing)
+        for _ in range(15):
+            rank.units[0].use(rank.waiting)
+        asked = rank.waiting.questions
+        started = time.monotonic()
+        rank.units[1 + c.rank].use(rank.waiting)
+        rank.waiting.meet()
+        return asked, time.monotonic() - started
+
+    for asked, seconds in ThreadWorld(2, 60, lambda n: 0.1 if n == "u0" else 0.0).run(live):
+        assert asked <= 4  # after 0.02, 0.04, 0.08 seconds, and once more where ranks are unlike
+        assert seconds < 1.0
+
+
 def test_slow_answers_do_not_matter_either():
     """Horovod runs one collective after the other: an answer comes behind what is slow."""
     slow = {"u0": 0.15, "u1": 0.15, "w/need": 0.15}
