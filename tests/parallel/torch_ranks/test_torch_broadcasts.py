@@ -10,6 +10,8 @@ from training import STAGES, adamw, assert_replicated, assert_same, make_model, 
 
 import zerohvd.torch as zero
 
+RANKS = (1, 2, 3)  # two are bitwise, three have other sums
+
 WAYS = {
     "state_dict": lambda model: model.state_dict(),
     "named_parameters": lambda model: list(model.named_parameters()),

@@ -26,6 +26,8 @@ from training import (
 import zerohvd.torch as zero
 from zerohvd.peers import group
 
+RANKS = (1, 2, 3)  # waits of seconds
+
 needs_ranks = pytest.mark.skipif(hvd.size() == 1, reason="needs several ranks")
 
 

@@ -16,6 +16,8 @@ from training import adamw, assert_replicated, assert_same, batch, make_model, t
 
 import zerohvd.torch as zero
 
+RANKS = (2, 3)  # two are bitwise, three have other sums
+
 # -- torch.func ------------------------------------------------------------------------------------
 
 

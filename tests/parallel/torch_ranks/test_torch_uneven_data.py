@@ -21,6 +21,8 @@ from training import (
 
 import zerohvd.torch as zero
 
+RANKS = (1, 2, 3)  # four have the same sums as three
+
 
 def sgd(params):
     return torch.optim.SGD(params, lr=0.5, momentum=0.9)
