@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerohvd.communication.prefetch import Order
 from zerohvd.communication.waiting import Timing, Waiting
 from zerohvd.errors import WaitTimeoutError
+from zerohvd.stage3.prefetch import Order
 from zerohvd.testing import ThreadWorld
 
 QUICK = Timing(patience=0.01, short_patience=0.002, limit=30, poll=1e-3, poll_slowly=2e-3)

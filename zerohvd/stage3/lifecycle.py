@@ -25,9 +25,9 @@ from typing import Any, Generic, TypeVar
 
 from zerohvd.communication.agreement import any_rank
 from zerohvd.communication.collectives import AsyncCollectives
-from zerohvd.communication.prefetch import Order
 from zerohvd.communication.waiting import Timing, Waiting
 from zerohvd.errors import DisagreementError
+from zerohvd.stage3.prefetch import Order
 from zerohvd.stage3.unit import GATHERED, GATHERING, Guard, Unit, Use
 
 U = TypeVar("U", bound=Unit[Any])
