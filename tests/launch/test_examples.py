@@ -1,7 +1,9 @@
-"""Whole Horovod scripts with one line changed train as they did."""
+"""The examples train, and whole Horovod scripts with one line changed train as they did."""
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -12,6 +14,45 @@ from zerohvd.launching import launch
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 DIFFS = sorted((EXAMPLES / "diffs").glob("*.diff"))
+SCRIPTS = sorted(set(EXAMPLES.glob("*.py")) - {EXAMPLES / "demo.py", EXAMPLES / "gpt.py"})
+LINES = 82  # one screen; Horovod's own scripts are longer
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: s.stem)
+def test_an_example_fits_on_a_screen_and_says_how_to_start_it(script):
+    source = script.read_text()
+    said = ast.get_docstring(ast.parse(source))
+    assert re.search(rf"^    horovodrun -np 2 python examples/{script.name}\b", said, re.MULTILINE)
+    if script.stem not in ("horovod_imagenet", "horovod_synthetic_benchmark"):
+        assert len(source.splitlines()) <= LINES
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "huggingface_gpt2",
+        "keras_custom_loop",
+        "keras_transformer_stage3",
+        "recommender_keras",
+        "recommender_torch",
+        "torch_amp_accumulate",
+        "torch_resnet",
+        "torch_stage3_meta",
+    ],
+)
+def test_an_example_learns_on_two_ranks(name):
+    if name.startswith("huggingface") and importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed: its pinned version needs Python 3.11")
+    first, *_, last = losses(EXAMPLES / f"{name}.py")
+    assert last < 0.99 * first
+
+
+def test_an_example_resumes_with_another_number_of_ranks_at_another_stage(tmp_path):
+    script, options = EXAMPLES / "resume_other_size.py", ["--checkpoints", str(tmp_path / "two")]
+    started = losses(script, *options, "--steps", "10")
+    resumed = losses(script, *options, "--steps", "20", "--stage", "3", ranks=3)
+    whole = losses(script, "--checkpoints", str(tmp_path / "one"), "--steps", "20")
+    assert [*started, *resumed] == pytest.approx(whole, rel=1e-3)
 
 
 def before(diff: Path, folder: Path) -> Path:
@@ -42,13 +83,15 @@ def test_one_line_differs_from_the_horovod_script(diff):
     assert added in (EXAMPLES / f"{diff.stem}.py").read_text().splitlines()
 
 
-def losses(script: Path, *options: str) -> list[float]:
-    result = launch(2, [sys.executable, str(script), *options], timeout=240)
+def losses(script: Path, *options: str, ranks: int = 2) -> list[float]:
+    """Those that it prints, as `loss 2.3` or as `loss 2.3 -> 0.1`."""
+    result = launch(ranks, [sys.executable, str(script), *options], timeout=240)
     assert result.ok, result.explain()
-    return [float(found) for found in re.findall(r"loss (\d+\.\d+)", result.stdout)]
+    found = re.findall(r"loss (\d+\.\d+)(?: -> (\d+\.\d+))?", result.stdout)
+    return [float(number) for numbers in found for number in numbers if number]
 
 
-@pytest.mark.parametrize("name", ["horovod_mnist", "horovod_synthetic_benchmark"])
+@pytest.mark.parametrize("name", ["torch_one_line", "horovod_synthetic_benchmark"])
 def test_the_changed_script_has_the_losses_of_the_old_one(name, tmp_path):
     expected = losses(before(EXAMPLES / "diffs" / f"{name}.diff", tmp_path))
     assert expected
