@@ -45,9 +45,9 @@ def make_model(dim: int, layers: int) -> keras.Model:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--dim", type=int, default=96)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=2)
     args = parser.parse_args()
 
     hvd.init()

@@ -13,6 +13,7 @@ import pytest
 from zerohvd.launching import launch
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+README = EXAMPLES.parent / "README.md"
 DIFFS = sorted((EXAMPLES / "diffs").glob("*.diff"))
 SCRIPTS = sorted(set(EXAMPLES.glob("*.py")) - {EXAMPLES / "demo.py", EXAMPLES / "gpt.py"})
 LINES = 82  # one screen; Horovod's own scripts are longer
@@ -28,23 +29,37 @@ def test_an_example_fits_on_a_screen_and_says_how_to_start_it(script):
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "options"),
     [
-        "huggingface_gpt2",
-        "keras_custom_loop",
-        "keras_transformer_stage3",
-        "recommender_keras",
-        "recommender_torch",
-        "torch_amp_accumulate",
-        "torch_resnet",
-        "torch_stage3_meta",
+        ("horovod_keras_mnist", ["--epochs", "2"]),
+        ("huggingface_gpt2", []),
+        ("keras_custom_loop", []),
+        ("keras_fit", ["--epochs", "1"]),
+        ("keras_transformer_stage3", []),
+        ("recommender_keras", []),
+        ("recommender_torch", []),
+        ("torch_amp_accumulate", []),
+        ("torch_gpt", ["--steps", "12"]),
+        ("torch_resnet", []),
+        ("torch_stage3_meta", []),
     ],
 )
-def test_an_example_learns_on_two_ranks(name):
+def test_an_example_learns_on_two_ranks(name, options, tmp_path, monkeypatch):
     if name.startswith("huggingface") and importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed: its pinned version needs Python 3.11")
-    first, *_, last = losses(EXAMPLES / f"{name}.py")
+    monkeypatch.chdir(tmp_path)  # where some of them save
+    first, *_, last = losses(EXAMPLES / f"{name}.py", *options)
     assert last < 0.99 * first
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["torch", "keras"])
+def test_the_scripts_of_the_readme_run_on_two_ranks(which, tmp_path):
+    fence = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+    script = tmp_path / "script.py"
+    script.write_text(fence.findall(README.read_text())[which])
+    result = launch(2, [sys.executable, str(script)], timeout=240)
+    assert result.ok, result.explain()
+    assert re.search(r"optimizer +\d+\.\d+ MiB", result.stdout)
 
 
 def test_an_example_resumes_with_another_number_of_ranks_at_another_stage(tmp_path):
@@ -84,10 +99,10 @@ def test_one_line_differs_from_the_horovod_script(diff):
 
 
 def losses(script: Path, *options: str, ranks: int = 2) -> list[float]:
-    """Those that it prints, as `loss 2.3` or as `loss 2.3 -> 0.1`."""
+    """Those that it prints: `loss 2.3`, `loss 2.3 -> 0.1`, or `loss: 2.3` as Keras does."""
     result = launch(ranks, [sys.executable, str(script), *options], timeout=240)
     assert result.ok, result.explain()
-    found = re.findall(r"loss (\d+\.\d+)(?: -> (\d+\.\d+))?", result.stdout)
+    found = re.findall(r"loss:? (\d+\.\d+)(?: -> (\d+\.\d+))?", result.stdout)
     return [float(number) for numbers in found for number in numbers if number]
 
 
