@@ -48,8 +48,8 @@ def test_an_example_learns_on_two_ranks(name, options, tmp_path, monkeypatch):
     if name.startswith("huggingface") and importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed: its pinned version needs Python 3.11")
     monkeypatch.chdir(tmp_path)  # where some of them save
-    first, *_, last = losses(EXAMPLES / f"{name}.py", *options)
-    assert last < 0.99 * first
+    found = losses(EXAMPLES / f"{name}.py", *options)
+    assert found[-1] < 0.99 * max(found)
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["torch", "keras"])
