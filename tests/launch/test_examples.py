@@ -16,6 +16,23 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 README = EXAMPLES.parent / "README.md"
 DIFFS = sorted((EXAMPLES / "diffs").glob("*.diff"))
 SCRIPTS = sorted(set(EXAMPLES.glob("*.py")) - {EXAMPLES / "demo.py", EXAMPLES / "gpt.py"})
+# With options that make them short.
+TORCH = {
+    "recommender_torch": [],
+    "torch_amp_accumulate": [],
+    "torch_gpt": ["--steps", "8"],
+    "torch_resnet": [],
+    "torch_stage3_meta": [],
+}
+KERAS = {
+    "horovod_keras_mnist": ["--epochs", "2"],
+    "keras_custom_loop": [],
+    "keras_fit": ["--epochs", "1"],
+    "keras_transformer_stage3": [],
+    "recommender_keras": [],
+}
+if importlib.util.find_spec("transformers") is not None:  # its pinned version needs Python 3.11
+    TORCH["huggingface_gpt2"] = []
 LINES = 82  # one screen; Horovod's own scripts are longer
 
 
@@ -28,28 +45,25 @@ def test_an_example_fits_on_a_screen_and_says_how_to_start_it(script):
         assert len(source.splitlines()) <= LINES
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("horovod_keras_mnist", ["--epochs", "2"]),
-        ("huggingface_gpt2", []),
-        ("keras_custom_loop", []),
-        ("keras_fit", ["--epochs", "1"]),
-        ("keras_transformer_stage3", []),
-        ("recommender_keras", []),
-        ("recommender_torch", []),
-        ("torch_amp_accumulate", []),
-        ("torch_gpt", ["--steps", "12"]),
-        ("torch_resnet", []),
-        ("torch_stage3_meta", []),
-    ],
-)
-def test_an_example_learns_on_two_ranks(name, options, tmp_path, monkeypatch):
-    if name.startswith("huggingface") and importlib.util.find_spec("transformers") is None:
-        pytest.skip("transformers is not installed: its pinned version needs Python 3.11")
-    monkeypatch.chdir(tmp_path)  # where some of them save
-    found = losses(EXAMPLES / f"{name}.py", *options)
-    assert found[-1] < 0.99 * max(found)
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory):
+    """The losses that each example prints on two ranks: those of a framework share one launch."""
+    found: dict[str, list[float]] = {}
+    for scripts in (TORCH, KERAS):
+        jobs = [[str(EXAMPLES / f"{name}.py"), *options] for name, options in scripts.items()]
+        argv = [word for job in jobs for word in (*job, "--")]
+        job = Path(__file__).with_name("examples_job.py")
+        folder = tmp_path_factory.mktemp("saved")  # where some of them save
+        result = launch(2, [sys.executable, str(job), *argv], timeout=600, cwd=folder)
+        assert result.ok, result.explain()
+        for part in result.stdout.split("== ")[1:]:
+            found[part.split()[0]] = losses_in(part)
+    return found
+
+
+@pytest.mark.parametrize("name", [*TORCH, *KERAS])
+def test_an_example_learns_on_two_ranks(name, learned):
+    assert learned[name][-1] < 0.99 * max(learned[name])
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["torch", "keras"])
@@ -99,10 +113,15 @@ def test_one_line_differs_from_the_horovod_script(diff):
 
 
 def losses(script: Path, *options: str, ranks: int = 2) -> list[float]:
-    """Those that it prints: `loss 2.3`, `loss 2.3 -> 0.1`, or `loss: 2.3` as Keras does."""
+    """Those that a script prints."""
     result = launch(ranks, [sys.executable, str(script), *options], timeout=240)
     assert result.ok, result.explain()
-    found = re.findall(r"loss:? (\d+\.\d+)(?: -> (\d+\.\d+))?", result.stdout)
+    return losses_in(result.stdout)
+
+
+def losses_in(text: str) -> list[float]:
+    """`loss 2.3`, `loss 2.3 -> 0.1`, or `loss: 2.3` as Keras prints it."""
+    found = re.findall(r"loss:? (\d+\.\d+)(?: -> (\d+\.\d+))?", text)
     return [float(number) for numbers in found for number in numbers if number]
 
 
