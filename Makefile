@@ -1,4 +1,4 @@
-# make demo | test | test-oldest | lint | bench | env | clean
+# make demo | test | test-oldest | lint | bench | docs | env | clean
 #
 #   PYTHON=python3.11          the Python that .venv is made with
 #   OLDEST_PYTHON=python3.10   the one of test-oldest, which has an environment of its own
@@ -15,7 +15,7 @@ OLDEST := .venv-oldest/bin/python
 # The environment of everything that starts ranks: one place, zerohvd/launching.py.
 RUN := $(PY) -m zerohvd.launching
 
-.PHONY: help env demo test test-oldest lint bench clean
+.PHONY: help env demo test test-oldest lint bench docs clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -47,6 +47,10 @@ lint: env
 
 bench: env
 	$(RUN) $(PY) benchmarks/run.py
+
+# The site, in .cache/site; nothing is fetched. Open .cache/site/index.html, or serve the folder.
+docs: env
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 # The built Horovod stays in the user's cache folder (~/.cache/zerohvd): remove it there.
 clean:

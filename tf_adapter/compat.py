@@ -311,7 +311,8 @@ def first_value(variable: Any) -> Any:
     if not type(initializer).__module__.startswith("keras."):
         return make()
     # A graph computes in place: outside of one, the most that is held would be twice the value.
-    return tf.function(make, autograph=False)()
+    # Traced by hand: TensorFlow warns of functions that are traced again and again.
+    return tf.function(make, autograph=False).get_concrete_function()()
 
 
 def native_variable(variable: Any) -> tf.Variable | None:
@@ -423,6 +424,7 @@ def replace_initialization(defer: Callable[[Any, Any], type | None]) -> Callable
     returns what ends that. Public is only a StatelessScope, which forbids whatever else the
     constructor of a model may do to variables."""
     original = keras.Variable._initialize_with_initializer
+    later = keras.Variable._deferred_initialize
 
     def initialize(self: Any, initializer: Any) -> None:
         cls = defer(self, self._shape)
@@ -432,9 +434,18 @@ def replace_initialization(defer: Callable[[Any, Any], type | None]) -> Callable
         self._value, self._initializer = None, initializer
         self.__class__ = cls
 
+    def initialize_later(self: Any) -> None:
+        """For variables made in a symbolic call: Keras drops the initializer behind this."""
+        initializer = self._initializer
+        later(self)
+        if self._value is None:
+            self._initializer = initializer
+
     keras.Variable._initialize_with_initializer = initialize
+    keras.Variable._deferred_initialize = initialize_later
 
     def undo() -> None:
         keras.Variable._initialize_with_initializer = original
+        keras.Variable._deferred_initialize = later
 
     return undo

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -173,9 +174,10 @@ class UnitBucket:
         self, grads: Sequence[Any], name: str, weigh: Callable[[Any], Any], wait_for: Sequence[Any]
     ) -> list[Any]:
         """This rank's parts of the sum over the ranks of the variables' gradients."""
+        # TensorFlow may not know the shape of a gradient, as of an einsum on an unknown batch.
         flats = {
-            slot.param: tf.reshape(tf.convert_to_tensor(grad), [-1])
-            for slot, grad in zip(self.bucket.slots, grads, strict=True)
+            slot.param: tf.reshape(tf.convert_to_tensor(grad), [math.prod(variable.shape)])
+            for slot, variable, grad in zip(self.bucket.slots, self.variables, grads, strict=True)
             if grad is not None
         }
         packed = weigh(buffers.pack(self.bucket, flats, self._dtype))

@@ -195,6 +195,40 @@ def test_a_deferred_model_has_no_memory_and_the_values_of_a_plain_one():
     assert type(model.layers[0].kernel) is keras.Variable
 
 
+class Attending(keras.layers.Layer):
+    """Without build(): its sublayers are built when Keras calls it with symbols."""
+
+    def __init__(self):
+        super().__init__()
+        self.attend = keras.layers.MultiHeadAttention(4, 16)
+        self.dense = keras.layers.Dense(64)
+
+    def call(self, x):
+        return self.dense(x + self.attend(x, x))
+
+
+def test_layers_that_are_built_in_a_symbolic_call_are_deferred_and_trained_on_unknown_batches():
+    def make():
+        keras.utils.set_random_seed(12)
+        inputs = keras.layers.Input((8, 64))
+        return keras.Model(inputs, Attending()(Attending()(inputs)))
+
+    plain = make()
+    with zero.deferred_init():
+        model = make()
+    assert sum(zero_memory(v) for v in model.weights) == 2 * 5
+    model, opt = zero.zeroify(model, keras.optimizers.SGD(0.1), stage=3)
+    assert_equal(whole(model), [v.numpy() for v in plain.weights])
+    x = np.random.default_rng(0).normal(size=(12, 8, 64)).astype("float32")
+    data = tf.data.Dataset.from_tensor_slices((x, x[::-1])).batch(12)  # of unknown size
+    model.compile(optimizer=opt, loss="mse")
+    model.fit(zero.shard_dataset(data), epochs=2, verbose=0)
+    plain.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
+    plain.fit(data, epochs=2, verbose=0)
+    for ours, expected in zip(whole(model), plain.weights, strict=True):
+        np.testing.assert_allclose(ours, expected.numpy(), rtol=1e-5, atol=1e-6)
+
+
 def zero_memory(variable):
     return type(variable).__name__ == "DeferredVariable"
 
