@@ -15,6 +15,7 @@ allow_single_process(os.environ)
 # hvd`, whose optimizer and callbacks do not work on Keras 3.
 from horovod.tensorflow import (  # noqa: E402
     Average,
+    Compression,
     ProcessSet,
     Sum,
     add_process_set,
@@ -64,6 +65,7 @@ __all__ = [
     "Average",
     "CheckpointError",
     "CheckpointManager",
+    "Compression",
     "CorruptCheckpointError",
     "DisagreementError",
     "DistributedOptimizer",

@@ -24,11 +24,23 @@ from zerohvd.training.monitor import check_mode, improvement
 class MetricAverage(keras.callbacks.Callback):
     """Report the metrics of an epoch as if one process had seen the samples of all ranks.
 
+        model.fit(data, callbacks=[zero.callbacks.MetricAverage(), ...])
+        model.evaluate(data, callbacks=[zero.callbacks.MetricAverage()])       # on all ranks
+
     The states of the metrics are added up, not their results averaged: so that is exact, to
     rounding, for the loss and for every metric that adds up over samples, which all of
     keras.metrics do (means, AUC, precision and recall, F-scores, R2, IoU). A metric of your own
-    whose variables do not add up says so with `aggregation` in `add_variable`, as for
-    tf.distribute. Other numbers, such as a train_step of your own may return, are averaged.
+    says what its variables are, or rank 0 warns of it; or each of several variables by its name:
+
+        class Peak(keras.metrics.Metric):
+            across_ranks = "max"          # "sum", "mean", "max", "min", "product" or "last"
+
+        class Range(keras.metrics.Metric):
+            across_ranks = {"low": "min", "high": "max"}
+
+    "last" is what the last rank has, which has the last samples of every batch. Metric functions
+    should return one value per sample: one number for a batch is computed of each rank's part, and
+    averaged. So are other numbers, such as a train_step of your own may return.
 
     Put it first: callbacks behind it (ReduceLROnPlateau, EarlyStopping, Checkpoint) then see the
     same numbers on all ranks and decide alike.
@@ -39,6 +51,7 @@ class MetricAverage(keras.callbacks.Callback):
         self._in_epoch = False
         self._trained: Snapshot | None = None
         self._tested: Snapshot | None = None
+        self.evaluated: dict[str, Any] = {}  # what the last `evaluate` outside of `fit` gave
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._in_epoch, self._trained, self._tested = True, None, None
@@ -49,8 +62,14 @@ class MetricAverage(keras.callbacks.Callback):
             self._trained = metrics.snapshot(self.model)
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        here = metrics.snapshot(self.model)
         if self._in_epoch:
-            self._tested = metrics.snapshot(self.model)
+            self._tested = here
+            return
+        logs = {} if logs is None else logs
+        ranks = ranks_of(self.model)
+        self.evaluated = metrics.together(self.model, here, logs, ranks, "zero/evaluated")
+        logs.update(self.evaluated)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._in_epoch = False

@@ -164,10 +164,20 @@ def is_plain_step(step: Any) -> bool:
     return getattr(step, "__func__", None) is keras.Model.train_step
 
 
-def output_losses(model: Any) -> list[Any]:
-    """The metrics for the losses of a model's several outputs. Without it, a batch of one sample
-    would count in them as much as a full one."""
-    return getattr(getattr(model, "_compile_loss", None), "metrics", None) or []
+def metrics_in(metric: Any) -> list[Any]:
+    """The metrics that a metric is made of: those of `compile`, or of a metric of the user's.
+    Without it, nobody could tell whose variable is whose, and how it is combined over ranks."""
+    return list(getattr(metric, "metrics", None) or metric._metrics)
+
+
+def metric_variables(metric: Any) -> list[Any]:
+    """The variables that a metric has itself; the public `variables` include those of others."""
+    return list(metric._variables)
+
+
+def flatten_metrics(model: Any, logs: dict[str, Any]) -> Any:
+    """What `evaluate` returns for these logs without return_dict: numbers in Keras' order."""
+    return model._flatten_metrics_in_order(logs)
 
 
 def dataset_inputs(dataset: tf.data.Dataset) -> Sequence[tf.data.Dataset]:

@@ -44,6 +44,19 @@ def test_other_aggregations():
         assert joint.means == {"a": 1.0} and joint.metrics == set()
 
 
+def test_states_that_are_no_sums_are_combined_as_they_say():
+    how = ["max", "min", "product", "last", "sum"]
+
+    def rank(ranks):
+        state = [np.array([[2.0 + ranks.rank, -1.0]], np.float32) for _ in how]
+        return add_up(Snapshot(state, how, {}, 0.0), {}, ranks, "test").state
+
+    for found in ThreadWorld(3).run(rank):
+        assert [s.shape for s in found] == [(1, 2)] * 5
+        expected = [[4, -1], [2, -1], [24, -1], [4, -1], [9, -3]]
+        assert [s[0].tolist() for s in found] == expected
+
+
 def test_ranks_with_other_metrics_raise_on_all_ranks():
     def rank(ranks):
         here = mean_of([1.0], "loss" if ranks.rank else "accuracy")

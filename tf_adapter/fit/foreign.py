@@ -1,6 +1,8 @@
 """Callbacks that know nothing of ranks: Keras' own, and Horovod's for older Keras.
 
 - `ModelCheckpoint` on one rank: all ranks collect the state that it is going to save.
+- An epoch ends on all ranks, or they are told: a callback may stop one of them, such as
+  TerminateOnNaN, which would leave the others waiting in the next step.
 - Callbacks that decide by this rank's numbers (EarlyStopping, ReduceLROnPlateau): after an epoch
   ranks compare what was decided. Without it one rank would leave the others waiting for ever, or
   train its share of the variables at another learning rate.
@@ -17,9 +19,10 @@ import keras
 
 from zerohvd.communication.agreement import check_same_decision
 from zerohvd.communication.collectives import Collectives
+from zerohvd.communication.rendezvous import Call
 from zerohvd.errors import ShardedStateError
 from zerohvd.keras.fit.callback_list import given_callbacks, with_callbacks
-from zerohvd.keras.optimizer import state
+from zerohvd.keras.optimizer import entry, state
 from zerohvd.keras.optimizer.distributed import optimizer_of, ranks_of
 
 
@@ -57,11 +60,11 @@ def _around(callbacks: Sequence[Any], ranks: Collectives) -> tuple[list[Any], li
     everyone = ranks.allgather_object(said, name="zero/fit/checkpoints")
     savers = [rank for rank, found in enumerate(everyone) if found]
     if not savers:
-        return [], [_Decisions(ranks)]
+        return [_EndTogether()], [_Decisions(ranks)]
     # Every rank sees the same, so all of them raise, or none does.
     for path, frequency in everyone[savers[0]]:
         _check_checkpoint(path, frequency, savers)
-    return [_Collect(savers[0], ranks)], [_Forget(), _Decisions(ranks)]
+    return [_EndTogether(), _Collect(savers[0], ranks)], [_Forget(), _Decisions(ranks)]
 
 
 def _check_checkpoint(path: str, frequency: Any, savers: Sequence[int]) -> None:
@@ -81,6 +84,35 @@ def _check_checkpoint(path: str, frequency: Any, savers: Sequence[int]) -> None:
         f"keras.callbacks.ModelCheckpoint({path!r}): {problem}; or save weights alone, on rank 0: "
         "ModelCheckpoint('….weights.h5', save_weights_only=True)"
     )
+
+
+class _EndTogether(keras.callbacks.Callback):
+    """Meets the other ranks where an epoch has ended, before anybody validates or saves.
+
+    Raises, on all of them, if one is still in a step. If one was stopped in the last step, all are.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._has_met = False
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._has_met = False
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._meet()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._meet()
+
+    def _meet(self) -> None:
+        optimizer = optimizer_of(self.model)
+        if self._has_met or optimizer is None or optimizer.step is None:
+            return
+        self._has_met = True
+        stopped = entry.meet(optimizer.step, Call.EPOCH, [int(self.model.stop_training)])
+        if any(here for (here,) in stopped):
+            self.model.stop_training = True
 
 
 class _Collect(keras.callbacks.Callback):

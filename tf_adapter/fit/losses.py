@@ -48,7 +48,7 @@ def of_whole_batches(process_set: Any, count: Any, weight: Any) -> Iterator[list
         names.append(f"zero.loss.{len(names)}")
         divisor = tf.where(count > 0, tf.cast(divisor, tf.float32), 0.0)
         with after([count]):
-            total = _add_up(tf.stack([divisor, share]), names[-1], process_set)
+            total = add_up(tf.stack([divisor, share]), names[-1], process_set)
         part = 1.0 if reduction == _SUM else tf.math.divide_no_nan(divisor, total[0])
         return loss * tf.cast(part * tf.math.divide_no_nan(total[1], share), loss.dtype)
 
@@ -75,7 +75,8 @@ def _divisor(values: Any, weights: Any, mask: Any, reduction: Any, dtype: Any) -
     return None if mask is None else tf.reduce_sum(tf.cast(mask, dtype))
 
 
-def _add_up(x: Any, name: str, process_set: Any) -> Any:
+def add_up(x: Any, name: str, process_set: Any) -> Any:
+    """The sum of a tensor of static shape over the ranks that share a batch."""
     chosen = hvd.global_process_set if process_set is None else process_set
     options = {"name": name, "ignore_name_scope": True, "process_set": chosen}
     total = hvd.allreduce(x, op=hvd.Sum, **options)

@@ -17,7 +17,7 @@ import keras
 
 from zerohvd.errors import ShardedStateError
 from zerohvd.keras import compat
-from zerohvd.keras.fit import foreign, reading, uneven
+from zerohvd.keras.fit import evaluating, foreign, reading, uneven
 from zerohvd.keras.optimizer import averages, weighting
 from zerohvd.keras.optimizer.distributed import DistributedOptimizer, optimizer_of, unwrap
 from zerohvd.keras.optimizer.entry import explained
@@ -48,6 +48,7 @@ def install() -> None:
         ("fit", _wrapper(reading.run)),
         ("fit", _wrapper(functools.partial(uneven.run, "train_step"))),
         ("evaluate", _wrapper(functools.partial(uneven.run, "test_step"))),
+        ("evaluate", _wrapper(evaluating.run)),
         # Traced once: later calls need their own weight.
         ("train_on_batch", functools.partial(weighting.holding, in_loss=uneven.steps_plainly)),
     ):

@@ -17,7 +17,7 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -25,7 +25,9 @@ import tensorflow as tf
 
 from zerohvd.communication.rendezvous import Call
 from zerohvd.keras import compat
-from zerohvd.keras.fit import batches, counts, losses
+from zerohvd.keras.communication.ordering import after
+from zerohvd.keras.fit import batches, counts, losses, metrics
+from zerohvd.keras.fit.callback_list import given_callbacks
 from zerohvd.keras.optimizer import entry, weighting
 from zerohvd.keras.optimizer.distributed import optimizers_of
 from zerohvd.keras.params.pieces import shard_of
@@ -63,6 +65,16 @@ def parts_of(data: Any) -> Parts | None:
     return _marked.get(data) or next((f for f in found if f is not None), None)
 
 
+def is_fitting(model: Any) -> bool:
+    """Whether `fit` is running on data that ranks share."""
+    return any(model is m for m in _fitting)
+
+
+def averaging(given: Mapping[str, Any]) -> list[Any]:
+    """The callbacks in the arguments of `evaluate` that report the metrics of all ranks."""
+    return [c for c in given_callbacks(dict(given)) if hasattr(c, "evaluated")]
+
+
 def steps_plainly(model: Any) -> bool:
     """Whether the model's train_step is Keras' own."""
     return compat.is_plain_step(getattr(model, "train_step", None))
@@ -81,8 +93,8 @@ def run(step: str, original: Callable[..., Any], model: Any, *args: Any, **kwarg
         counted = parts is not None and not parts.even
         call = Call.FIT_COUNTED if counted else Call.FIT
         _compare(optimizer, call, counts.planned(given))
-    # One rank alone may evaluate, but not validate in `fit`.
-    together = trains or any(model is m for m in _fitting)
+    # One rank alone may evaluate, but not validate in `fit`, nor ask for what all ranks have.
+    together = trains or is_fitting(model) or bool(averaging(given))
     if parts is None or (parts.even and not together):
         return original(model, *args, **kwargs)
     _fitting.append(model if trains else None)
@@ -149,10 +161,10 @@ def _step(
         if together:
             whole = losses.of_whole_batches(parts.process_set, count, weight)
             names = inside.enter_context(whole)
+            inside.enter_context(_batches_counted(count, _total(model, parts, count, names)))
         if parts.even:
             result = step(data)
         else:
-            inside.enter_context(_losses_counted(model, count))
             if trains:
                 plain = compat.is_plain_step(step)
                 inside.enter_context(weighting.held(weight, in_loss=plain))
@@ -165,18 +177,38 @@ def _step(
     return result
 
 
-@contextlib.contextmanager
-def _losses_counted(model: Any, count: Any) -> Iterator[None]:
-    """Have the losses of several outputs count samples, as the loss itself does.
+def _total(model: Any, parts: Parts, count: Any, names: list[str]) -> Callable[[], Any] | None:
+    """How many samples the ranks have together, when it is asked for; None: equally many."""
+    if parts.even:
+        return None
 
-    Keras counts a batch as one where it cannot tell the size while tracing; a part of one sample
-    would then count as much as one of many.
+    @functools.cache
+    def total(place: Any) -> Any:
+        names.append(f"zero.count.{len(names)}")
+        with after([count]):
+            return losses.add_up(tf.cast(count, tf.float32), names[-1], parts.process_set)
+
+    if tf.executing_eagerly() and not any(o.sharded for o in optimizers_of(model)):
+        total(None)  # or a step would begin with another collective than `entry` expects
+    return lambda: total(None if tf.executing_eagerly() else tf.compat.v1.get_default_graph())
+
+
+@contextlib.contextmanager
+def _batches_counted(count: Any, total: Callable[[], Any] | None) -> Iterator[None]:
+    """Have a batch count as one where a mean is given one number per batch, as Keras does.
+
+    That are losses of several outputs, metric functions that return a number, and loss trackers of
+    the user's. Each rank's part counts by its share of the samples: a part of one sample would
+    otherwise count as much as one of many. Only the ranks together know the share, and only such
+    metrics need it; `total` adds up the samples, None where ranks have equally many.
     """
     original = keras.metrics.Mean.update_state
 
     def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
-        if sample_weight is None and any(self is m for m in compat.output_losses(model)):
-            sample_weight = count
+        if sample_weight is None and tf.convert_to_tensor(values).shape.rank == 0:
+            metrics.note_per_batch(self)
+            if total is not None:
+                sample_weight = tf.math.divide_no_nan(tf.cast(count, tf.float32), total())
         return original(self, values, sample_weight)
 
     keras.metrics.Mean.update_state = update_state
@@ -218,6 +250,8 @@ def _without_trace(model: Any, step: Callable[[Any], Any], data: Any, count: Any
 
 
 def _either(count: Any, with_samples: Any, without: Any) -> Any:
+    if isinstance(without, dict):  # a metric may have several results
+        return {k: _either(count, with_samples[k], v) for k, v in without.items()}
     with_samples = tf.convert_to_tensor(with_samples)
     return tf.cond(count > 0, lambda: with_samples, lambda: tf.cast(without, with_samples.dtype))
 

@@ -17,6 +17,8 @@ from zerohvd.communication.collectives import Collectives
 from zerohvd.config import MIB, ZeroConfig
 from zerohvd.errors import ShardedStateError
 from zerohvd.keras import compat
+from zerohvd.keras.communication import horovods
+from zerohvd.keras.communication.members import Members
 from zerohvd.keras.communication.wire import Wire, join
 from zerohvd.keras.gradients.reducer import weighing
 from zerohvd.keras.optimizer import averages, partition, state, weighting
@@ -72,6 +74,17 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         broadcast: Give all ranks the weights of rank 0 when the optimizer is built.
         process_set: The ranks that take part, all of them unless given; any other trains alone.
         name: The optimizer's name.
+        **horovod: As in Horovod's: `op` (Average or Sum), `compression` (none or fp16: the same as
+            reduce_dtype="float16"), `backward_passes_per_step` with `average_aggregated_gradients`
+            (the gradients of so many calls are summed, or averaged, for one update; averaged is
+            what `gradient_accumulation_steps` does). `groups`, `num_groups`, `sparse_as_dense`,
+            `device_dense`, `device_sparse` and `gradient_predivide_factor` change no result, and
+            nothing here.
+
+    The gradient of an embedding table is the sum of what the batch says of each row, whichever way
+    it is sent. Plain Keras squares, clips and takes absolute values of each occurrence of a row
+    by itself (tf.IndexedSlices with duplicates), so Adam and its like step differently there; its
+    SGD and its gradient accumulation do as this one. docs/keras-parity.md has more.
     """
 
     # Whether `load_model` is compiling a model on this rank, and perhaps on no other.
@@ -90,24 +103,27 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         broadcast: bool = True,
         process_set: Any = None,
         name: str | None = None,
+        **horovod: Any,
     ) -> None:
+        arguments = horovods.check(horovod)
         config = ZeroConfig(
             stage=stage,
             bucket_bytes=bucket_bytes,
             partition=partition,
-            reduce_dtype=reduce_dtype,
+            reduce_dtype=horovods.wire_dtype(horovod, reduce_dtype),
             master_dtype=master_dtype,
             grad_clip=grad_clip,
         )
         optimizer = keras.optimizers.get(inner_optimizer)
         _check_inner(optimizer, config)
         super().__init__(learning_rate=0.0, name=name or f"zero_{optimizer.name}")
-        self.config = config
+        self.config, self.horovod = config, arguments
         scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         self.scaler = optimizer if scaled else None
         self.inner_optimizer = optimizer.inner_optimizer if scaled else optimizer
+        horovods.accumulate(self.inner_optimizer, arguments.backward_passes_per_step)
         self.broadcast = broadcast
-        self.process_set = process_set
+        self._members = Members(process_set)
         self.step: Any = None  # a ShardedStep once the optimizer is built
         # The whole state, while `zero.save_model` saves a model; None: it has not been collected.
         self.saved_state: dict[str, Any] | None = None
@@ -161,6 +177,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
                 **self.config.as_dict(),
                 "optimizer": type(self.inner_optimizer).__name__,
                 "config": options,
+                **self.horovod.as_config(),
                 "state loaded from a file": self.loaded_state is not None,
             }
             check_agreement(wire.eager, layout, settings)
@@ -171,6 +188,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             self.step = ShardedStep(
                 self.inner_optimizer, self.config, layout, wire, variables, pieces
             )
+            self.step.gain = self.horovod.gain(wire.size)
             if self.loaded_state is not None:
                 state.load_state(self, self.loaded_state)
                 self.loaded_state = None
@@ -301,6 +319,23 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             self.step.wire.new_traffic()
             averages.write(self.inner_optimizer, self.step)
 
+    # -- who takes part ---------------------------------------------------------------------------
+
+    @property
+    def process_set(self) -> Any:
+        """The ranks that take part; None: all of them."""
+        return self._members.process_set
+
+    @process_set.setter
+    def process_set(self, process_set: Any) -> None:
+        if self.step is not None:
+            raise ValueError("process_set must be set before the first step: the state is sharded")
+        self._members = Members(process_set)
+
+    def find_members(self, ranks: Sequence[int] | None) -> None:
+        """Take the process set of these ranks, as a configuration names it."""
+        self._members = Members.of(ranks)
+
     # -- what belongs to the inner optimizer ------------------------------------------------------
 
     @property
@@ -332,6 +367,9 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         return getattr(self._part_with(name), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "process_set":  # Keras would read it first, which raises while it is unknown
+            object.__setattr__(self, name, value)
+            return
         # `opt.momentum = 0.5` means the inner optimizer, which is the one that reads it.
         own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
         if not own and "inner_optimizer" in self.__dict__ and hasattr(self._part_with(name), name):
@@ -396,17 +434,22 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         return {
             "inner_optimizer": serialized,
             **self.config.as_dict(),
+            **self.horovod.as_config(),
             "broadcast": self.broadcast,
+            "process_set": self._members.ranks,
             "name": self.name,
         }
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
         config = dict(config)
+        ranks = config.pop("process_set", None)
         inner = keras.saving.deserialize_keras_object(
             config.pop("inner_optimizer"), custom_objects=custom_objects
         )
-        return cls(inner, **config)
+        optimizer = cls(inner, **config)
+        optimizer.find_members(ranks)
+        return optimizer
 
 
 def unwrap(optimizer: Any) -> DistributedOptimizer | None:

@@ -48,6 +48,7 @@ class ShardedStep(ShardedVariables):
         steps = inner.gradient_accumulation_steps or 1
         sums = compat.accumulated_gradients(inner) if steps > 1 and config.stage > 1 else None
         self.reducer = GradReducer(self, config.reduce_dtype, steps, sums)
+        self.gain = 1.0  # what mean gradients are multiplied with, where sums are asked for
         self.eager = False  # whether the last step was called eagerly, or traced, as in `fit`
         # The collective that a step begins with, if that is none of the optimizer's own.
         self.begins_with: str | None = None
@@ -72,6 +73,8 @@ class ShardedStep(ShardedVariables):
         scale = self.inner.loss_scale_factor
         if scaler is not None:
             scale = tf.convert_to_tensor(scaler.dynamic_scale.value)
+        if self.gain != 1.0:
+            scale = (1.0 if scale is None else scale) / self.gain
         reduction = Reduction(self.reducer, grads, scale, weight, in_loss)
         self._heads = reduction.heads
         with after(self._heads):

@@ -40,6 +40,7 @@ class Call(enum.IntEnum):
     JOIN = 8
     NORM = 9
     GATHERED = 10
+    EPOCH = 11
 
     @property
     def said(self) -> str:
@@ -58,6 +59,7 @@ _SAID = {
     Call.JOIN: "hvd.join()",
     Call.NORM: "grad_norm(), or the norm of a param.grad",
     Call.GATHERED: "zero.gathered()",
+    Call.EPOCH: "the end of an epoch of model.fit()",
 }
 TOGETHER = "All ranks make these calls together: do not put one behind `if hvd.rank() == 0`"
 NO_LEAVING = (
@@ -66,6 +68,11 @@ NO_LEAVING = (
     "zero.weight(0) and opt.step()"
 )
 SAME_DATA = ", and fit the same kind of data on all of them"
+SAME_END = (
+    "Give all ranks equally many batches, as zero.shard_dataset does, and stop all of them: a "
+    "callback that sets model.stop_training by numbers of its own rank, such as TerminateOnNaN, "
+    "does so on one of them alone"
+)
 
 
 class Claims(NamedTuple):
@@ -224,6 +231,11 @@ def different_calls(calls: Sequence[int]) -> DisagreementError | None:
 
 def another_trains(rank: int, call: Call) -> DisagreementError:
     """The error for a rank that made this call while another one trains."""
+    if call is Call.EPOCH:
+        return DisagreementError(
+            f"rank {rank} has ended an epoch of model.fit(), or stopped in it, while another rank "
+            f"trains on. {SAME_END}"
+        )
     return DisagreementError(
         f"rank {rank} called {call.said} while another rank trains. {TOGETHER}{SAME_DATA}"
     )
@@ -232,8 +244,8 @@ def another_trains(rank: int, call: Call) -> DisagreementError:
 def others_called(rank: int) -> DisagreementError:
     """The error for a rank that trains while another one made some other call."""
     return DisagreementError(
-        f"rank {rank} trains while another rank called zero.save(), zero.load() or model.fit(). "
-        f"{TOGETHER}{SAME_DATA}"
+        f"rank {rank} trains while another rank called zero.save(), zero.load() or model.fit(), or "
+        f"has ended its epoch. {TOGETHER}{SAME_DATA}. {SAME_END}"
     )
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import time
 
 import horovod.tensorflow as hvd
 import keras
@@ -15,9 +16,11 @@ import zerohvd.keras as zero
 several_ranks = pytest.mark.skipif(world.SIZE == 1, reason="needs two ranks")
 
 
-def compiled(optimizer=None, **options):
+def compiled(optimizer=None, stage=2, **options):
     model = world.make_model()
-    optimizer = zero.DistributedOptimizer(optimizer or keras.optimizers.Adam(0.01))
+    optimizer = zero.DistributedOptimizer(optimizer or keras.optimizers.Adam(0.01), stage=stage)
+    if stage == 3:
+        zero.zeroify(model, optimizer, units=keras.layers.Dense, persist_below=1)
     model.compile(optimizer, loss="mse", **options)
     return model
 
@@ -122,6 +125,52 @@ def test_early_stopping_on_averaged_metrics_stops_all_ranks():
     stop = keras.callbacks.EarlyStopping("loss", patience=0, min_delta=1e9)
     history = fit(compiled(), [zero.callbacks.MetricAverage(), stop], epochs=5)
     assert len(history.history["loss"]) == 2
+
+
+class StopAt(keras.callbacks.Callback):
+    """Stops some ranks after a step of the first epoch."""
+
+    def __init__(self, step, ranks):
+        super().__init__()
+        self.step, self.ranks = step, ranks
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == self.step and world.RANK in self.ranks:
+            self.model.stop_training = True
+
+
+@several_ranks
+def test_ranks_that_are_stopped_in_the_same_step_end_there():
+    everybody, last = range(world.SIZE), world.STEPS - 1
+    for stop, steps in ((StopAt(1, everybody), 2), (StopAt(last, [1]), world.STEPS)):
+        model = compiled()
+        fit(model, [zero.callbacks.MetricAverage(), stop], epochs=3)
+        assert int(model.optimizer.iterations) == steps
+        world.assert_ranks_agree(world.weights(model))
+
+
+@several_ranks
+@pytest.mark.parametrize("stage", world.few([0, 2, 3], "2"))
+def test_a_rank_that_stops_in_the_middle_of_an_epoch_is_an_error_at_once(stage):
+    model, began = compiled(stage=stage), time.monotonic()
+    with pytest.raises(zero.DisagreementError, match=r"has ended (an|its) epoch.*stop_training"):
+        fit(
+            model,
+            [zero.callbacks.MetricAverage(), StopAt(1, [0])],
+            validation_data=(world.X, world.Y),
+        )
+    assert time.monotonic() - began < 60
+
+
+@several_ranks
+def test_a_rank_with_fewer_batches_than_it_could_know_is_an_error_at_once():
+    short = world.STEPS - (world.RANK == world.SIZE - 1)
+    data = tf.data.Dataset.from_generator(
+        lambda: (world.batch(s) for s in range(short)),
+        output_signature=tuple(tf.TensorSpec((None, n), tf.float32) for n in (7, 1)),
+    )
+    with pytest.raises(zero.DisagreementError, match=r"has ended (an|its) epoch.*equally many"):
+        compiled().fit(data, epochs=2, verbose=0)
 
 
 # -- Horovod's callbacks ---------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def tagger(masked):
 
 
 def fit(model, optimizer, loss, parts, *, distributed, rest, validation=True, **options):
-    """The weights, and what an epoch reports."""
+    """The weights, and what epochs and an evaluation of its own report."""
     drop = rest == "even"
     data, test = (
         tf.data.Dataset.from_tensor_slices(p).batch(BATCH, drop_remainder=drop) for p in parts
@@ -65,11 +65,13 @@ def fit(model, optimizer, loss, parts, *, distributed, rest, validation=True, **
     optimizer = zero.DistributedOptimizer(optimizer, stage=2) if distributed else optimizer
     model.compile(optimizer, loss, **options)
     shard = zero.shard_dataset if distributed else (lambda d: d)
+    averages = {"callbacks": [zero.callbacks.MetricAverage()] if distributed else []}
     history = model.fit(
         shard(data), epochs=2, verbose=0, validation_data=shard(test) if validation else None,
-        callbacks=[zero.callbacks.MetricAverage()] if distributed else [],
+        **averages,
     )  # fmt: skip
-    return world.weights(model), history.history
+    found = np.atleast_1d(model.evaluate(shard(test), verbose=0, **averages))
+    return world.weights(model), {**history.history, "evaluate": found}
 
 
 def assert_alike(got, expected):
@@ -150,9 +152,7 @@ class Adversaries(keras.Model):
                 loss = self.first.scale_loss(loss)
         for layer, optimizer in groups:
             variables = layer.trainable_variables
-            optimizer.apply_gradients(
-                zip(tape.gradient(loss, variables), variables, strict=True)
-            )
+            optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
         return {"now": loss}
 
 

@@ -265,9 +265,12 @@ def test_all_ranks_count_samples_or_none_in_a_later_fit_too():
 
 
 @pytest.mark.skipif(world.SIZE == 1, reason="one rank has whole batches")
-@pytest.mark.parametrize("stage", [0, 1, 2] if world.SIZE == 2 else [1])
-def test_inputs_outputs_and_losses_by_name(stage):
-    """Plain Keras counts samples for the losses of single outputs when it runs eagerly."""
+@pytest.mark.parametrize(
+    ("stage", "eagerly"),
+    [(0, False), (1, False), (2, False), (2, True)] if world.SIZE == 2 else [(1, False)],
+)
+def test_inputs_outputs_and_losses_by_name(stage, eagerly):
+    """Plain Keras counts batches for the losses of outputs, or samples when it runs eagerly."""
     results = []
     x, y, weight = samples(2 * BATCH + 1)
     data = tf.data.Dataset.from_tensor_slices(({"x": x, "w": weight}, {"kind": y, "sum": y % 2}))
@@ -286,7 +289,7 @@ def test_inputs_outputs_and_losses_by_name(stage):
             zero.DistributedOptimizer(optimizer, stage=stage) if distributed else optimizer,
             loss={"kind": "sparse_categorical_crossentropy", "sum": "mse"},
             loss_weights={"kind": 0.3, "sum": 2.0}, metrics={"kind": "accuracy"},
-            run_eagerly=not distributed,
+            run_eagerly=eagerly,
         )  # fmt: skip
         history = model.fit(
             zero.shard_dataset(data) if distributed else data, epochs=2, verbose=0,
