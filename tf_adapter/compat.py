@@ -138,7 +138,14 @@ def before_checkpoints(cls: type, check: Callable[[Any], None]) -> None:
 def compile_arguments(model: Any) -> dict[str, Any]:
     """What `model.compile` was called with. The public `get_compile_config` has it serialized,
     which custom losses and metrics do not survive."""
-    return dict(model._compile_config.config)
+    return dict(getattr(getattr(model, "_compile_config", None), "config", None) or {})
+
+
+def compiled_metrics(model: Any) -> list[Any]:
+    """The metrics that `model.compile` was given as objects. The public `metrics` has them from the
+    first step on: what a step without samples does to them could not be taken back in that one."""
+    given = keras.tree.flatten(list(compile_arguments(model).values()))
+    return [m for m in given if isinstance(m, keras.metrics.Metric)]
 
 
 def set_initial_epoch(model: Any, epoch: int | None) -> None:
@@ -167,7 +174,9 @@ def is_plain_step(step: Any) -> bool:
 def metrics_in(metric: Any) -> list[Any]:
     """The metrics that a metric is made of: those of `compile`, or of a metric of the user's.
     Without it, nobody could tell whose variable is whose, and how it is combined over ranks."""
-    return list(getattr(metric, "metrics", None) or metric._metrics)
+    ours = type(metric).__module__.startswith("keras.")
+    of_compile = list(getattr(metric, "metrics", ())) if ours else []
+    return of_compile + [m for m in metric._metrics if m not in of_compile]
 
 
 def metric_variables(metric: Any) -> list[Any]:

@@ -48,7 +48,7 @@ def together(
     custom train_step may return, is averaged.
     """
     _warn_of_unknown(model, ranks)
-    joint = add_up(here, _flat(logs), ranks, name)
+    joint = add_up(here, logs, ranks, name)
     variables = model.metrics_variables
     now = [v.numpy() for v in variables]
     try:
@@ -56,12 +56,7 @@ def together(
         results = _results(model)
     finally:
         _assign(variables, now)
-    found = {n: results[n] if n in joint.metrics else mean for n, mean in joint.means.items()}
-    return {
-        n: {k: found[f"{n}.{k}"] for k in v} if isinstance(v, dict) else found[n]
-        for n, v in logs.items()
-        if isinstance(v, dict) or n in found
-    }
+    return {n: results[n] if n in joint.metrics else mean for n, mean in joint.means.items()}
 
 
 def note_per_batch(metric: Any) -> None:
@@ -150,10 +145,9 @@ def _results(model: Any) -> dict[str, Any]:
     return {k: v if v.ndim else float(v) for k, v in found.items()}
 
 
-def _flat(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """One name per number: a metric of `compile` may have several."""
-    named = ({f"{n}.{k}": x for k, x in v.items()} if isinstance(v, dict) else {n: v}
-             for n, v in logs.items())  # fmt: skip
+def _flat(results: Mapping[str, Any]) -> dict[str, Any]:
+    """One name per number, as in logs: a metric may have several results, by name."""
+    named = [v if isinstance(v, dict) else {n: v} for n, v in results.items()]
     return {n: v for part in named for n, v in part.items()}
 
 

@@ -228,7 +228,10 @@ def _count(data: Any) -> Any:
 
 def _without_trace(model: Any, step: Callable[[Any], Any], data: Any, count: Any) -> Any:
     """Run the step; without samples on a row of zeros, restoring all other state after it."""
-    state = {id(v): v for v in (*model.non_trainable_variables, *model.metrics_variables)}
+    # A model knows the metrics of `compile` only after its first step.
+    metric_variables = [v for m in compat.compiled_metrics(model) for v in m.variables]
+    found = (*model.non_trainable_variables, *model.metrics_variables, *metric_variables)
+    state = {id(v): v for v in found}
     state = {k: v for k, v in state.items() if shard_of(v) is None}  # frozen ones do not change
     before = [tf.convert_to_tensor(v.value) for v in state.values()]
     result = step(tf.nest.map_structure(lambda t: _stand_in(t, count), data))

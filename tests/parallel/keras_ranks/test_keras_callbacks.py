@@ -150,9 +150,9 @@ def test_ranks_that_are_stopped_in_the_same_step_end_there():
 
 
 @several_ranks
-@pytest.mark.parametrize("stage", world.few([0, 2, 3], "2"))
+@pytest.mark.parametrize("stage", world.few(["0", "2", "3"], "2"))
 def test_a_rank_that_stops_in_the_middle_of_an_epoch_is_an_error_at_once(stage):
-    model, began = compiled(stage=stage), time.monotonic()
+    model, began = compiled(stage=int(stage)), time.monotonic()
     with pytest.raises(zero.DisagreementError, match=r"has ended (an|its) epoch.*stop_training"):
         fit(
             model,

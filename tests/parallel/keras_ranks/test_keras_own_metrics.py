@@ -148,6 +148,10 @@ def test_all_metrics_of_keras_are_those_of_one_process():
         assert_reported_alike(every_metric_of_keras, weighted)
 
 
+def test_a_rank_without_samples_keeps_what_metrics_given_as_objects_have_counted():
+    assert_reported_alike(lambda: [km.CategoricalAccuracy(), km.AUC(name="auc")], list)
+
+
 def test_metrics_of_ones_own_that_say_what_their_variables_are():
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="the metric")
