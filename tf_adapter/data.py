@@ -29,8 +29,7 @@ def shard_dataset(
     `fit` counts every rank by the samples it has: gradients are those of the whole batch, and
     under MetricAverage so are the metrics. That holds for the reductions "sum" and
     "mean_with_sample_weight" and for masks too, in which ranks count by what the loss divides by; a
-    loss function of your own that returns one number is taken for a mean over samples. The losses
-    of several outputs are means over samples; Keras takes them over batches.
+    loss function of your own that returns one number is taken for a mean over samples.
 
     A loop of your own must say before every `apply` how many samples there are, 0 included:
 
@@ -45,8 +44,9 @@ def shard_dataset(
     NaN. The same holds for `train_on_batch`. Or leave it out: `data.batch(..., drop_remainder=
     True)` of a size that the ranks divide.
 
-    `evaluate` and `predict` outside of `fit` give what this rank's part does; a rank without
-    samples has 0 for every metric and an empty prediction.
+    `evaluate` outside of `fit` gives the metrics of this rank's part, 0 without samples; those of
+    the whole with `evaluate(data, callbacks=[zero.callbacks.MetricAverage()])` on all ranks.
+    `predict` gives the predictions of this rank's part.
 
     Args:
         dataset: Of x, (x, y) or (x, y, sample_weight), in batches as one process would train on
