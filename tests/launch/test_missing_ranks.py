@@ -50,7 +50,6 @@ def test_of_three_torch_ranks_both_that_wait_say_so(tmp_path):
 @pytest.mark.parametrize(
     ("how", "stage", "what"),
     [
-        ("counts", 2, "the gradients of 'sequential.dense_1.bias'"),
         ("elsewhere", 1, "the gradients of 'sequential.dense_1.bias'"),
         ("evaluates", 0, "in model.fit()"),
         ("own loop", 2, ""),
@@ -65,7 +64,15 @@ def test_keras_waits_for_a_limited_time(how, stage, what, tmp_path):
     assert f"because rank 1 ended, or did not come within {LIMIT} s" in told[2]
     assert "ZEROHVD_TIMEOUT" in told[2]
     assert re.search(r"^1!?: \[", result.stderr, re.MULTILINE), result.stderr
-    if how == "counts":
-        assert result.stdout.count("at once: model.fit() would run a different number of") == 8
-        assert "batches per epoch: 4 on rank 0, 2 on rank 1" in result.stdout
-        assert "epochs: 1 on rank 0, 2 on rank 1" in result.stdout
+
+
+def test_keras_ranks_with_other_numbers_of_steps_are_told_at_once(tmp_path):
+    """Before `fit` begins where they know them, otherwise when the first rank is through."""
+    result = run("missing_keras_job.py", 2, "counts", 2, tmp_path)
+    assert result.stdout.count("at once: model.fit() would run a different number of") == 8
+    assert "batches per epoch: 4 on rank 0, 2 on rank 1" in result.stdout
+    assert "epochs: 1 on rank 0, 2 on rank 1" in result.stdout
+    told = r"^rank {}: \d+ s: DisagreementError: rank {} {}.*equally many batches"
+    for rank, words in ((0, "trains while another rank"), (1, "has ended an epoch")):
+        said = re.search(told.format(rank, rank, words), result.stdout, re.MULTILINE)
+        assert said is not None, result.explain()
