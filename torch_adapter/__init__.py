@@ -41,6 +41,7 @@ from zerohvd.torch.communication.compression import Compression  # noqa: E402
 from zerohvd.torch.data import DistributedSampler, even_steps  # noqa: E402
 from zerohvd.torch.optimizer.distributed import DistributedOptimizer  # noqa: E402
 from zerohvd.torch.optimizer.elastic import refuse_elastic_state  # noqa: E402
+from zerohvd.torch.optimizer.plan import plan  # noqa: E402
 from zerohvd.torch.optimizer.scaler import GradScaler  # noqa: E402
 from zerohvd.torch.optimizer.zero_optimizer import ZeroOptimizer  # noqa: E402
 from zerohvd.torch.optimizer.zeroify import zeroify  # noqa: E402
@@ -71,6 +72,7 @@ __all__ = [
     "gathered",
     "load",
     "memory_report",
+    "plan",
     "save",
     "weight",
     "zeroify",

@@ -15,12 +15,23 @@ import torch
 from horovod.torch import mpi_ops
 from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 # TorchDispatchMode and pytree are what `deferred_init` records operators with. torch documents both
 # as extension points, but keeps them in modules with an underscore. Without: no deferred_init.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_iter as tree_iter
 from torch.utils._pytree import tree_map as tree_map
+
+# Tensors that have a device and no memory: `zero.plan` runs a micro-step on them. The meta device is
+# public, but kernels are chosen by the device: on meta, attention keeps a matrix of all pairs that
+# it does not keep on a CPU. torch.compile traces with them. Without: plans without activations.
+
+
+def without_memory() -> AbstractContextManager[Any]:
+    """Return a context in which new tensors take no memory; real ones may be read in it."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
 
 # -- autograd, tensors, modules ------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import torch
 from zerohvd.communication.agreement import check_agreement
 from zerohvd.communication.collectives import Handle
 from zerohvd.config import ZeroConfig
-from zerohvd.layout import Layout, Piece, build_layout
+from zerohvd.layout import Layout, ParamSpec, Piece, build_layout
 from zerohvd.numerics import DivideFactors, master_dtype
 from zerohvd.schedule import Schedule
 from zerohvd.torch.communication import arrays
@@ -29,6 +29,17 @@ from zerohvd.torch.params.owned import (
 )
 
 MakeMaster = Callable[[torch.Tensor, torch.dtype], torch.Tensor | None]
+
+
+def lay_out(specs: Sequence[ParamSpec], config: ZeroConfig, size: int) -> Layout:
+    """The layout of a section on `size` ranks. Plans are made from it as well."""
+    return build_layout(
+        specs,
+        # Plain data parallelism is the layout of a single rank on every rank.
+        1 if config.stage == 0 else size,
+        bucket_bytes=max(1, config.bucket_bytes // PARTS_PER_BUCKET),
+        partition=config.partition,
+    )
 
 
 def _in_place(shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
@@ -77,16 +88,9 @@ class Section:
             check_free(n)
         self.params = [n.param for n in named]
         self._collectives = collectives
-        # Plain data parallelism is the layout of a single rank on every rank.
-        size = 1 if config.stage == 0 else collectives.size
-        self.layout: Layout = build_layout(
-            [n.spec for n in named],
-            size,
-            bucket_bytes=max(1, config.bucket_bytes // PARTS_PER_BUCKET),
-            partition=config.partition,
-        )
+        self.layout: Layout = lay_out([n.spec for n in named], config, collectives.size)
         check_agreement(collectives, self.layout, settings)
-        self.rank = collectives.rank if size > 1 else 0
+        self.rank = collectives.rank if self.layout.size > 1 else 0
         self.buckets = range(len(self.layout.buckets))
         self._names = [self.layout.op_name(prefix, b, "allgather") for b in self.buckets]
         self._lengths = [b.lengths for b in self.layout.buckets]

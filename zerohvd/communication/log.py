@@ -74,7 +74,7 @@ class CommLog:
             moved: Where it does not follow from the buffer's size, as in uneven exchanges.
         """
         if moved is None:
-            moved = _moved(op, nbytes, self._size)
+            moved = moved_bytes(op, nbytes, self._size)
         self.records.append(Record(name, op, dtype, elements, nbytes, moved))
         calls, total = self._totals.get(op, (0, 0))
         self._totals[op] = Total(calls + 1, total + moved)
@@ -92,7 +92,8 @@ class CommLog:
         return sum(t.bytes for t in self._totals.values())
 
 
-def _moved(op: str, nbytes: int, size: int) -> int:
+def moved_bytes(op: str, nbytes: int, size: int) -> int:
+    """Bytes one of `size` ranks has to send by a bandwidth-optimal algorithm."""
     share = nbytes - nbytes // size  # nbytes * (size - 1) / size, exact for padded buffers
     if op == "allreduce":
         return 2 * share

@@ -1,0 +1,1 @@
+"""What a model and an optimizer will need, found without allocating them."""

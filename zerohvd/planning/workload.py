@@ -1,0 +1,197 @@
+"""What is trained, as far as memory and traffic are concerned."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from zerohvd import numerics
+from zerohvd.config import MIB
+from zerohvd.layout import DTYPE_BYTES, Layout, ParamSpec, Piece, build_layout
+from zerohvd.planning.timeline import Timeline
+
+ROOT = 0
+
+
+class Section(NamedTuple):
+    """Parameters that share a layout."""
+
+    layout: Layout
+    params: tuple[int, ...]  # per parameter of the layout: its number in the workload
+    units: tuple[int | None, ...]  # per bucket: its unit, 0 is the root; None: always whole
+    trained: bool = True
+
+
+Sections = Callable[[int, int], Sequence[Section]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerCost:
+    """What an optimizer holds of the parameters that it updates.
+
+    Args:
+        name: As the user knows it.
+        per_element: Bytes of state per element, by the dtype that is updated.
+        per_piece: Bytes per parameter, or part of one, that a rank updates: counters of steps.
+        whole: Bytes of state per parameter (its number in the workload), where they do not follow
+            from the number of elements: optimizers that need whole parameters.
+        fixed: Bytes that every rank holds.
+        temporary: Bytes per element of the largest piece, while it is updated.
+    """
+
+    name: str = "adam"
+    per_element: Mapping[str, float]
+    per_piece: int = 0
+    whole: Mapping[int, int] | None = None
+    fixed: int = 0
+    temporary: float = 0.0
+
+    def of_piece(self, param: int, piece: Piece, updated: str) -> float:
+        """Bytes for what a rank owns of parameter `param`."""
+        if self.whole is not None:
+            return self.whole[param]
+        return piece.param_span.length * self.per_element[updated] + self.per_piece
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is trained, and how an adapter lays it out.
+
+    Args:
+        name: In tables and sentences.
+        framework: "torch" or "keras"; "" for numbers alone.
+        sections: The layouts of a stage and a number of ranks, as the optimizer will make them.
+        optimizer: What it holds.
+        master_dtype: As configured; None: float32 for narrower floats.
+        fixed: Bytes that every rank holds at every stage, such as statistics of batch norms.
+        wide_grads: Reduced gradients are kept in the dtype of the master.
+        keeps_grads: Gradients outlive the step, until they are cleared.
+        in_flight: Buckets on their way at a time.
+        copies_received: Of more than two ranks, a reducescatter receives a whole bucket before it
+            is summed, and an allgather sends from a copy of the shard.
+        units_known: Units come from a model; else what stage 3 gathers is not known.
+        timeline: Activations, if a micro-step was measured.
+        unmeasured: Why there is no timeline.
+        notes: What else a reader should know.
+    """
+
+    name: str
+    framework: str = ""
+    sections: Sections
+    optimizer: OptimizerCost
+    master_dtype: str | None = None
+    fixed: int = 0
+    wide_grads: bool = False
+    keeps_grads: bool = True
+    in_flight: int = 2
+    copies_received: bool = False
+    units_known: bool = True
+    timeline: Timeline | None = None
+    unmeasured: str = ""
+    notes: tuple[str, ...] = ()
+
+    def updated(self, dtype: str) -> str:
+        """The dtype that the optimizer updates parameters of `dtype` in."""
+        return numerics.master_dtype(dtype, self.master_dtype)
+
+
+def sections_of(
+    specs: Sequence[ParamSpec],
+    homes: Sequence[tuple[int | None, Sequence[int]]],
+    lay_out: Callable[[Sequence[ParamSpec]], Layout],
+    *,
+    trained: bool = True,
+) -> list[Section]:
+    """A layout per home.
+
+    Args:
+        homes: A unit, None for parameters that are always whole, and the numbers of its parameters.
+        lay_out: Of one home.
+    """
+    found = []
+    for unit, numbers in homes:
+        if numbers:
+            layout = lay_out([specs[n] for n in numbers])
+            units = (unit,) * len(layout.buckets)
+            found.append(Section(layout, tuple(numbers), units, trained))
+    return found
+
+
+# -- numbers alone ---------------------------------------------------------------------------------
+
+PRECISIONS = {
+    "fp32": ("float32", None),
+    "mixed": ("float16", None),
+    "bf16": ("bfloat16", "bfloat16"),
+}
+# Numbers of state per element; their bytes are those of the dtype that is updated.
+STATES = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0, "lion": 1, "adagrad": 1, "rmsprop": 1}
+
+# Of the parameters that stand for a model of which only the size is known.
+_LARGEST = 1 << 24
+
+
+def from_numbers(
+    count: int,
+    *,
+    precision: str = "fp32",
+    optimizer: str = "adam",
+    layers: int | None = None,
+    bucket_bytes: int = 8 * MIB,
+) -> Workload:
+    """A model of `count` parameters, counted as in the ZeRO paper.
+
+    Args:
+        precision: "fp32"; "mixed": 16-bit parameters and gradients, a float32 master and state;
+            "bf16": everything in 16 bits.
+        layers: How many equal units it has; None: what stage 3 gathers is not known.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    if optimizer not in STATES:
+        raise ValueError(
+            f"without a model, the optimizer must be one of {', '.join(STATES)}, got {optimizer!r}"
+        )
+    if layers is not None and not 1 <= layers <= count:
+        raise ValueError(f"layers must be between 1 and the {count} parameters, got {layers}")
+    dtype, master = PRECISIONS[precision]
+    updated = numerics.master_dtype(dtype, master)
+    specs, homes = _blocks(count, layers or 1, dtype)
+
+    def sections(stage: int, size: int) -> list[Section]:
+        ranks = 1 if stage == 0 else size
+        # A single rank holds everything anyway.
+        shards = stage == 3 and size > 1
+        parts = homes if shards else [(None, range(len(specs)))]
+        return sections_of(
+            specs, parts, lambda each: build_layout(each, ranks, bucket_bytes=bucket_bytes)
+        )
+
+    cost = STATES[optimizer] * DTYPE_BYTES[updated]
+    return Workload(
+        name=f"{count:,} parameters",
+        sections=sections,
+        optimizer=OptimizerCost(name=optimizer, per_element={updated: cost}),
+        master_dtype=master,
+        units_known=layers is not None,
+        unmeasured="there is no model to run",
+    )
+
+
+def _blocks(
+    count: int, layers: int, dtype: str
+) -> tuple[list[ParamSpec], list[tuple[int | None, list[int]]]]:
+    """Parameters of equal units; the last one takes what is left over."""
+    specs: list[ParamSpec] = []
+    homes: list[tuple[int | None, list[int]]] = []
+    for layer in range(layers):
+        left = count * (layer + 1) // layers - count * layer // layers
+        numbers = []
+        while left:
+            length = min(left, _LARGEST)
+            numbers.append(len(specs))
+            specs.append(ParamSpec(f"layer{layer}.{len(numbers)}", (length,), dtype))
+            left -= length
+        homes.append((layer + 1, numbers))
+    return specs, homes
