@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from zerohvd.torch.checkpoint.plain_files import write_state_dict
 from zerohvd.torch.communication import arrays
+from zerohvd.torch.optimizer.plan import workload
 
-__all__ = ["arrays", "weight_files"]
+__all__ = ["arrays", "weight_files", "workload"]
 
 weight_files = dict.fromkeys((".pt", ".pth", ".bin"), write_state_dict)

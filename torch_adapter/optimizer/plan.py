@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from zerohvd.config import ZeroConfig
 from zerohvd.planning import network as networks
 from zerohvd.planning.plan import Plan, make_plan
+from zerohvd.planning.workload import PRECISIONS, Wishes, Workload
 from zerohvd.stage3.planning import PERSIST_BELOW, UnitOptions
 from zerohvd.torch.communication import arrays
 from zerohvd.torch.optimizer.partition import choose_partition
@@ -62,21 +63,71 @@ def plan(
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer)}")
     if isinstance(master_dtype, torch.dtype):
         master_dtype = arrays.dtype_name(master_dtype)
+    if isinstance(units, torch.nn.ModuleList):
+        units = list(units)
     config = ZeroConfig(
         partition=choose_partition(optimizer, partition),
         master_dtype=master_dtype,
         **({} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}),
     )
     options = UnitOptions(units=units, persist_below=persist_below)
-    workload = describe(
-        model, optimizer, config, options, batch=batch, loss=loss, device=device
-    )
+    found = describe(model, optimizer, config, options, batch=batch, loss=loss, device=device)
     if ranks is None:
         ranks = hvd.size() if hvd.is_initialized() else 1
     return make_plan(
-        workload,
+        found,
         [ranks] if isinstance(ranks, int) else list(ranks),
         memory=memory,
         network=networks.load(network) if isinstance(network, (str, Path)) else network,
         compute=compute,
     )
+
+
+# -- for the command line --------------------------------------------------------------------------
+
+
+def workload(make: Callable[[], Any], wishes: Wishes) -> Workload:
+    """Describe the model that `make` returns, built on the meta device."""
+    with torch.device("meta"):
+        made = make()
+    model, optimizer = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(
+            f"expected a function that returns a torch.nn.Module, or a module and its optimizer; "
+            f"it returned {type(made).__name__}"
+        )
+    master = None
+    if wishes.precision not in (None, "fp32"):
+        dtype, master = PRECISIONS[wishes.precision]
+        model = model.to(arrays.dtype_of(dtype))
+    if optimizer is None:
+        optimizer = _optimizer(wishes.optimizer, model)
+    config = ZeroConfig(partition=choose_partition(optimizer, "auto"), master_dtype=master)
+    batch = None if wishes.batch is None else _batch(model, wishes.batch, wishes.batch_dtype)
+    return describe(model, optimizer, config, UnitOptions(), batch=batch, loss=wishes.loss)
+
+
+def _optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
+    if name == "momentum":
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    known = {
+        key.lower(): value
+        for key, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+    }
+    known.pop("optimizer", None)
+    if name not in known:
+        raise ValueError(f"optimizer must be one of momentum, {', '.join(known)}, got {name!r}")
+    make: Any = known[name]
+    return make(model.parameters(), lr=1e-3)
+
+
+def _batch(model: torch.nn.Module, shape: tuple[int, ...], dtype: str | None) -> torch.Tensor:
+    """What the model is called with: numbers of tokens if it begins with an embedding."""
+    if dtype is not None:
+        return torch.empty(shape, dtype=arrays.dtype_of(dtype), device="meta")
+    modules = [m for m in model.modules() if list(m.parameters(recurse=False))]
+    tokens = modules and isinstance(modules[0], (torch.nn.Embedding, torch.nn.EmbeddingBag))
+    param = next(iter(model.parameters()), None)
+    kind = torch.int64 if tokens or param is None else param.dtype
+    return torch.empty(shape, dtype=kind, device="meta")

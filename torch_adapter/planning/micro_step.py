@@ -54,11 +54,19 @@ class AllocationTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        for value in tree_iter((args, kwargs)):
+            if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+                self._see_old(value)
         out = func(*args, **(kwargs or {}))
         for value in tree_iter(out):
             if isinstance(value, torch.Tensor) and value.layout == torch.strided:
                 self._see(value)
         return out
+
+    def _see_old(self, tensor: torch.Tensor) -> None:
+        """What goes into an operator and was not made inside has been there before."""
+        if id(arrays.storage_of(tensor)) not in self._known:
+            self.ignore(tensor)
 
     def _forget(self, key: int) -> None:
         self._known.pop(key, None)

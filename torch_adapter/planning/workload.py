@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zerohvd.config import ZeroConfig
+from zerohvd.launchers import FUSION_BYTES
 from zerohvd.layout import build_layout
 from zerohvd.numerics import master_dtype
 from zerohvd.planning.timeline import Timeline
@@ -65,6 +66,8 @@ def describe(
         wide_grads=True,
         in_flight=IN_FLIGHT,
         copies_received=True,
+        fusion_bytes=FUSION_BYTES,
+        kept_units=2,
         timeline=timeline,
         unmeasured=unmeasured,
     )

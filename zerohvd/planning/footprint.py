@@ -251,6 +251,7 @@ class _Backward:
         # Two ranks at stage 2 keep what they receive as the shard; others reuse their buffers.
         self._grows = workload.copies_received and stage == 2 and size == 2
         self._kept = self._shards_kept()
+        self._fusion = workload.fusion_bytes if stage == 0 and size > 1 else 0
         self.most = self.buffers = 0
 
     def run(self, events: Sequence[Event]) -> _Backward:
@@ -266,7 +267,9 @@ class _Backward:
         return self
 
     def _note(self, live: int, arriving: int) -> None:
-        received = sum(nbytes for _, nbytes in self._flying)
+        sizes = [nbytes for _, nbytes in self._flying]
+        # MPI reduces one bucket at a time; buckets that are exchanged all have their memory.
+        received = sum(sizes) if self._stage else max(sizes, default=0) + self._fusion
         self.most = max(self.most, live + arriving + self._full + received + self._kept)
         # Below stage 2 full gradients are gradients; from there on they are only passing through.
         passing = self._full if self._stage >= 2 else 0
@@ -306,8 +309,10 @@ class _Backward:
             self._full += nbytes
 
     def _received(self, bucket: Bucket, own: int) -> int:
-        if self._stage == 0 or self._size == 1 or not self._workload.copies_received:
+        if self._size == 1 or not self._workload.copies_received:
             return 0
+        if self._stage == 0:
+            return bucket.nbytes // 2  # what MPI's allreduce takes for what it receives
         if self._size == 2:
             return 0 if self._stage >= 2 else own
         return own * self._size

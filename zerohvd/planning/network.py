@@ -107,6 +107,12 @@ def of_bandwidth(gbits: float, latency: float = 20e-6) -> Network:
     return Network(links={"": Link(latency, gbits * 1e9 / 8)}, name=f"{gbits:g} Gbit/s per rank")
 
 
+def default_file(environ: Mapping[str, str]) -> Path:
+    """Where measurements are stored, and looked for, unless a file is named."""
+    cache = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(cache) / "zerohvd" / "network.json"
+
+
 def load(path: str | Path) -> Network:
     """Read what `zerohvd doctor --run N --bandwidth` has stored."""
     try:

@@ -28,11 +28,13 @@ def collectives(workload: Workload, stage: int, size: int) -> list[Collective]:
     """What one step of one micro-batch sends, without agreements of a few bytes."""
     if size == 1:
         return []
-    return list(_collectives(workload.sections(stage, size), stage))
+    return list(_collectives(workload.sections(stage, size), stage, workload.kept_units))
 
 
-def _collectives(sections: Sequence[Section], stage: int) -> Iterator[Collective]:
-    last = max((u for s in sections for u in s.units if u is not None), default=ROOT)
+def _collectives(sections: Sequence[Section], stage: int, kept: int) -> Iterator[Collective]:
+    numbers = sorted({u for s in sections for u in s.units if u is not None} - {ROOT})
+    # The backward pass begins with the last units, so these stay, as the root does all along.
+    once = {ROOT, *numbers[max(0, len(numbers) - kept) :]}
     for section in sections:
         for bucket, unit in zip(section.layout.buckets, section.units, strict=True):
             if stage == 0:
@@ -43,9 +45,7 @@ def _collectives(sections: Sequence[Section], stage: int) -> Iterator[Collective
                 if unit is None:
                     yield Collective("allgather", bucket.nbytes)
             if unit is not None:
-                # The root stays from the forward to the backward pass, and so does the last unit,
-                # with which the backward pass begins.
-                for _ in range(1 if unit in (ROOT, last) else 2):
+                for _ in range(1 if unit in once else 2):
                     yield Collective("allgather", bucket.nbytes)
 
 

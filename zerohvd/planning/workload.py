@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zerohvd import numerics
 from zerohvd.config import MIB
@@ -70,6 +72,8 @@ class Workload:
         in_flight: Buckets on their way at a time.
         copies_received: Of more than two ranks, a reducescatter receives a whole bucket before it
             is summed, and an allgather sends from a copy of the shard.
+        fusion_bytes: Stage 0: what Horovod takes to put small tensors together.
+        kept_units: How many of the last units stay gathered from the forward to the backward pass.
         units_known: Units come from a model; else what stage 3 gathers is not known.
         timeline: Activations, if a micro-step was measured.
         unmeasured: Why there is no timeline.
@@ -86,6 +90,8 @@ class Workload:
     keeps_grads: bool = True
     in_flight: int = 2
     copies_received: bool = False
+    fusion_bytes: int = 0
+    kept_units: int = 0
     units_known: bool = True
     timeline: Timeline | None = None
     unmeasured: str = ""
@@ -120,7 +126,7 @@ def sections_of(
 
 # -- numbers alone ---------------------------------------------------------------------------------
 
-PRECISIONS = {
+PRECISIONS: Mapping[str, tuple[str, str | None]] = {
     "fp32": ("float32", None),
     "mixed": ("float16", None),
     "bf16": ("bfloat16", "bfloat16"),
@@ -130,6 +136,7 @@ STATES = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0, "lion": 1, "adagrad": 
 
 # Of the parameters that stand for a model of which only the size is known.
 _LARGEST = 1 << 24
+_NUMBERED = re.compile(r"(.*?(?:^|[./_]))(\d+)(?=[./_])")
 
 
 def from_numbers(
@@ -147,51 +154,122 @@ def from_numbers(
             "bf16": everything in 16 bits.
         layers: How many equal units it has; None: what stage 3 gathers is not known.
     """
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    if layers is not None and not 1 <= layers <= count:
+        raise ValueError(f"layers must be between 1 and the {count} parameters, got {layers}")
+    specs, units = _blocks(count, layers or 1)
+    return from_specs(
+        specs,
+        units,
+        name=f"{count:,} parameters",
+        precision=precision,
+        optimizer=optimizer,
+        units_known=layers is not None,
+        bucket_bytes=bucket_bytes,
+    )
+
+
+def from_specs(
+    specs: Sequence[ParamSpec],
+    units: Sequence[int],
+    *,
+    name: str,
+    precision: str | None = None,
+    optimizer: str = "adam",
+    units_known: bool = True,
+    bucket_bytes: int = 8 * MIB,
+) -> Workload:
+    """Parameters of which only names and shapes are known, counted as in the ZeRO paper.
+
+    Args:
+        units: Per parameter: its unit; 0 is the root.
+        precision: As for `from_numbers`; None: as the dtypes are.
+    """
+    dtype, master = _precision(precision)
     if optimizer not in STATES:
         raise ValueError(
             f"without a model, the optimizer must be one of {', '.join(STATES)}, got {optimizer!r}"
         )
-    if layers is not None and not 1 <= layers <= count:
-        raise ValueError(f"layers must be between 1 and the {count} parameters, got {layers}")
-    dtype, master = PRECISIONS[precision]
-    updated = numerics.master_dtype(dtype, master)
-    specs, homes = _blocks(count, layers or 1, dtype)
+    if dtype is not None:
+        specs = [dataclasses.replace(s, dtype=dtype) if "float" in s.dtype else s for s in specs]
+    trained = [i for i, s in enumerate(specs) if "float" in s.dtype]
+    by_unit = [
+        (unit, [i for i in trained if units[i] == unit])
+        for unit in sorted({units[i] for i in trained}, reverse=True)
+    ]
 
     def sections(stage: int, size: int) -> list[Section]:
         ranks = 1 if stage == 0 else size
         # A single rank holds everything anyway.
-        shards = stage == 3 and size > 1
-        parts = homes if shards else [(None, range(len(specs)))]
+        homes = by_unit if stage == 3 and size > 1 else [(None, trained)]
         return sections_of(
-            specs, parts, lambda each: build_layout(each, ranks, bucket_bytes=bucket_bytes)
+            specs, homes, lambda each: build_layout(each, ranks, bucket_bytes=bucket_bytes)
         )
 
-    cost = STATES[optimizer] * DTYPE_BYTES[updated]
+    updated = {numerics.master_dtype(specs[i].dtype, master) for i in trained}
     return Workload(
-        name=f"{count:,} parameters",
+        name=name,
         sections=sections,
-        optimizer=OptimizerCost(name=optimizer, per_element={updated: cost}),
+        optimizer=OptimizerCost(
+            name=optimizer, per_element={d: STATES[optimizer] * DTYPE_BYTES[d] for d in updated}
+        ),
         master_dtype=master,
-        units_known=layers is not None,
+        fixed=sum(s.nbytes for s in specs if "float" not in s.dtype),
+        kept_units=2 if units_known else 0,
+        units_known=units_known,
         unmeasured="there is no model to run",
     )
 
 
-def _blocks(
-    count: int, layers: int, dtype: str
-) -> tuple[list[ParamSpec], list[tuple[int | None, list[int]]]]:
-    """Parameters of equal units; the last one takes what is left over."""
+def _precision(precision: str | None) -> tuple[str | None, str | None]:
+    if precision is None:
+        return None, None
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    return PRECISIONS[precision]
+
+
+def _blocks(count: int, layers: int) -> tuple[list[ParamSpec], list[int]]:
+    """Parameters of equal units, and the unit of each."""
     specs: list[ParamSpec] = []
-    homes: list[tuple[int | None, list[int]]] = []
+    units: list[int] = []
     for layer in range(layers):
         left = count * (layer + 1) // layers - count * layer // layers
-        numbers = []
         while left:
             length = min(left, _LARGEST)
-            numbers.append(len(specs))
-            specs.append(ParamSpec(f"layer{layer}.{len(numbers)}", (length,), dtype))
+            specs.append(ParamSpec(f"{len(specs)}", (length,)))
+            units.append(layer + 1)
             left -= length
-        homes.append((layer + 1, numbers))
-    return specs, homes
+    return specs, units
+
+
+def units_by_name(names: Sequence[str]) -> list[int]:
+    """The unit of each parameter, guessed from names such as "encoder.layers.3.weight": what has
+    the same path up to its first number. 0, the root, for all others."""
+    paths = [_NUMBERED.match(name) for name in names]
+    found = [path[0] if path else None for path in paths]
+    families = Counter(path[1] for path in {p[0]: p for p in paths if p}.values())
+    numbers: dict[str, int] = {}
+    units = []
+    for match, path in zip(paths, found, strict=True):
+        if match is None or path is None or families[match[1]] < 2:
+            units.append(ROOT)
+        else:
+            units.append(numbers.setdefault(path, len(numbers) + 1))
+    return units
+
+
+# -- a model that somebody asks about by name ------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What the command line asks an adapter for."""
+
+    optimizer: str = "adamw"
+    precision: str | None = None
+    batch: tuple[int, ...] | None = None
+    """Shape of what the model is called with."""
+
+    batch_dtype: str | None = None
+    loss: Callable[[Any], Any] | None = None
+    """Of the model's output."""

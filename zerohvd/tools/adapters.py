@@ -7,12 +7,13 @@ in an import. `zerohvd.communication.collectives.ArrayOps` says what `arrays` ha
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from zerohvd.checkpoint.offline.consolidate import WriteWeights
 from zerohvd.communication.collectives import ArrayOps
 from zerohvd.errors import ZeroError
+from zerohvd.planning.workload import Wishes, Workload
 
 GROUP = "zerohvd.adapters"
 
@@ -30,6 +31,11 @@ class Adapter(Protocol):
     @property
     def weight_files(self) -> Mapping[str, WriteWeights]:
         """Suffix -> what writes weights into a file of the framework's own."""
+
+    @property
+    def workload(self) -> Callable[[Callable[[], Any], Wishes], Workload]:
+        """Describes what a function makes, for `zerohvd plan`: a model, or a model and its
+        optimizer. It is called so that the model takes no memory."""
 
 
 def load_adapter(name: str) -> Adapter:
