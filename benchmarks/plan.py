@@ -25,8 +25,8 @@ from torch.nn import functional as F
 
 HERE = Path(__file__).resolve()
 STEPS = 3
-# glibc keeps what is freed in its heap, in pieces that may not fit what comes next: how much depends
-# on the order of a program's allocations. With a fixed threshold, tensors go back to the system.
+# glibc keeps what is freed in its heap, in pieces that may not fit what comes next: how much of it
+# depends on the order of allocations. With a fixed threshold, tensors go back to the system.
 WHAT_IS_FREED_IS_GONE = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
@@ -189,8 +189,7 @@ def worker(name, stage):
         "planned_report": expected["total"],
         "moved": moved["total"].bytes,
         "planned_moved": row.moved,
-        "parts": {**row.as_dict(), "report": str(dict(moved)), "timeline": plan.workload.timeline.peak,
-                  "temporary": plan.workload.optimizer.temporary},
+        "parts": {**row.as_dict(), "timeline": plan.workload.timeline.peak},
     }  # fmt: skip
     everyone = hvd.allgather_object(found)
     if hvd.rank() == 0:

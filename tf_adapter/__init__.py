@@ -54,7 +54,7 @@ from zerohvd.keras.optimizer.distributed import DistributedOptimizer  # noqa: E4
 from zerohvd.keras.optimizer.report import communication_report, memory_report  # noqa: E402
 from zerohvd.keras.optimizer.state import plain_optimizer  # noqa: E402
 from zerohvd.keras.optimizer.weighting import weight  # noqa: E402
-from zerohvd.keras.optimizer.zeroify import zeroify  # noqa: E402
+from zerohvd.keras.optimizer.zeroify import plan, zeroify  # noqa: E402
 from zerohvd.keras.stage3.deferred import deferred_init  # noqa: E402
 from zerohvd.keras.stage3.gathered import gathered  # noqa: E402
 
@@ -94,6 +94,7 @@ __all__ = [
     "local_size",
     "memory_report",
     "plain_optimizer",
+    "plan",
     "rank",
     "remove_process_set",
     "save",

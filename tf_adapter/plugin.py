@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from zerohvd.checkpoint.offline.consolidate import WriteWeights
 from zerohvd.keras.communication import arrays
+from zerohvd.keras.optimizer.zeroify import workload
 
-__all__ = ["arrays", "weight_files"]
+__all__ = ["arrays", "weight_files", "workload"]
 
 # .weights.h5 files are written by the core, with h5py alone.
 weight_files: Mapping[str, WriteWeights] = {}

@@ -23,14 +23,16 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_iter as tree_iter
 from torch.utils._pytree import tree_map as tree_map
 
-# Tensors that have a device and no memory: `zero.plan` runs a micro-step on them. The meta device is
-# public, but kernels are chosen by the device: on meta, attention keeps a matrix of all pairs that
-# it does not keep on a CPU. torch.compile traces with them. Without: plans without activations.
-
 
 def without_memory() -> AbstractContextManager[Any]:
-    """Return a context in which new tensors take no memory; real ones may be read in it."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    """Return a context in which new tensors have a device and no memory; real ones may be read.
+
+    `zero.plan` runs a micro-step in it. The meta device is public, but kernels are chosen by the
+    device: attention on meta keeps a matrix of all pairs that it does not keep on a CPU.
+    torch.compile traces with the same. Without: no plan knows activations.
+    """
+    mode: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=True)
+    return mode
 
 
 # -- autograd, tensors, modules ------------------------------------------------------------------

@@ -26,9 +26,11 @@ class DeferredVariable(keras.Variable):
     def value(self) -> Any:
         if compat.in_symbolic_scope():
             return compat.autocast(self, tf.zeros(self.shape, compat.stored_dtype(self)))
-        if compat.scoped_value(self) is None:
-            compat.realise(self)
-        return self.value  # now that of an ordinary variable, or of an enclosing scope
+        scoped = compat.scoped_value(self)
+        if scoped is not None:
+            return compat.autocast(self, scoped)
+        compat.realise(self)
+        return self.value  # now that of an ordinary variable
 
     def _direct_assign(self, value: Any) -> None:
         compat.realise(self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -14,6 +14,8 @@ from zerohvd.keras.stage3.rows import is_large_table
 from zerohvd.layout import ParamSpec
 from zerohvd.stage3.planning import ModelPlan, Node, PlannedParam, UnitOptions, plan_units
 from zerohvd.training.naming import unique_names
+
+PERSISTENT = "(persistent)"
 
 
 class Plan:
@@ -36,6 +38,15 @@ class Plan:
             if chosen:
                 options = dataclasses.replace(options, units=chosen)
         self.model_plan: ModelPlan = self._plan(self._with_tables(options))
+
+    def homes(self, variables: Sequence[Any]) -> dict[int, tuple[str, int | None]]:
+        """By `id`: what a variable shares buckets with, and its unit; None: it is never sharded."""
+        found: dict[int, tuple[str, int | None]] = {}
+        parts = self.model_plan.divide([id(v) for v in variables])
+        for index, (number, members) in enumerate(parts):
+            label = PERSISTENT if number is None else f"unit {number}.{index}"
+            found.update((p, (label, number)) for p in members)
+        return found
 
     def _plan(self, options: UnitOptions) -> ModelPlan:
         return plan_units(self.tree, options, base=keras.layers.Layer, noun="layer")

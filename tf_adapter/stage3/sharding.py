@@ -20,8 +20,6 @@ from zerohvd.layout import Layout
 from zerohvd.stage3.planning import UnitOptions
 from zerohvd.training.graph import lay_out
 
-PERSISTENT = "(persistent)"
-
 
 @dataclasses.dataclass(frozen=True)
 class ShardedModel:
@@ -86,19 +84,16 @@ def _section(
     plan: Plan, units: Units, variables: Sequence[Any], partition: str, config: ZeroConfig
 ) -> Layout:
     """Lay out variables so that buckets hold those of one unit, and tell the units."""
-    home: dict[int, tuple[str, Unit | None]] = {}
-    parts = plan.model_plan.divide([id(v) for v in variables])
-    for index, (number, members) in enumerate(parts):
-        label = PERSISTENT if number is None else f"unit {number}.{index}"
-        home.update((p, (label, None if number is None else units.all[number])) for p in members)
+    home = plan.homes(variables)
     specs = [
         dataclasses.replace(spec, group=home[id(v)][0])
         for spec, v in zip(specs_of(variables, ()), variables, strict=True)
     ]
     layout = lay_out(specs, partition, config, units.wire.size)
     for bucket in layout.buckets:
-        unit = home[id(variables[bucket.slots[0].param])][1]
-        if unit is not None:
+        number = home[id(variables[bucket.slots[0].param])][1]
+        if number is not None:
+            unit = units.all[number]
             units.add(unit, UnitBucket(layout, bucket, variables, units.wire, config.reduce_dtype))
     return layout
 

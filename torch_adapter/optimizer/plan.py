@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,10 +67,10 @@ def plan(
     if isinstance(units, torch.nn.ModuleList):
         units = list(units)
     config = ZeroConfig(
-        partition=choose_partition(optimizer, partition),
-        master_dtype=master_dtype,
-        **({} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}),
+        partition=choose_partition(optimizer, partition), master_dtype=master_dtype
     )
+    if bucket_bytes is not None:
+        config = dataclasses.replace(config, bucket_bytes=bucket_bytes)
     options = UnitOptions(units=units, persist_below=persist_below)
     found = describe(model, optimizer, config, options, batch=batch, loss=loss, device=device)
     if ranks is None:
@@ -118,8 +119,9 @@ def _optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
     known.pop("optimizer", None)
     if name not in known:
         raise ValueError(f"optimizer must be one of momentum, {', '.join(known)}, got {name!r}")
-    make: Any = known[name]
-    return make(model.parameters(), lr=1e-3)
+    kind: Any = known[name]
+    made: torch.optim.Optimizer = kind(model.parameters(), lr=1e-3)
+    return made
 
 
 def _batch(model: torch.nn.Module, shape: tuple[int, ...], dtype: str | None) -> torch.Tensor:

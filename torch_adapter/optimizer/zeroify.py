@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from zerohvd.planning.choice import check_auto, choose_together
 from zerohvd.stage3.planning import PERSIST_BELOW, UnitOptions
 from zerohvd.torch.communication.collectives import TorchCollectives, join
 from zerohvd.torch.optimizer.distributed import DistributedOptimizer, told_to_others
+from zerohvd.torch.optimizer.plan import plan
 from zerohvd.torch.optimizer.zero_optimizer import ZeroOptimizer
 from zerohvd.torch.params.owned import NamedParam, check_free, set_collectives, units_of
+from zerohvd.torch.planning.micro_step import Loss
 from zerohvd.torch.stage3 import placeholder
 from zerohvd.torch.stage3.deferred import fill_deferred, materialise
 from zerohvd.torch.stage3.hooks import UnitHooks
@@ -25,7 +29,10 @@ def zeroify(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
-    stage: int = 2,
+    stage: int | str = 2,
+    memory: str | float | None = None,
+    batch: Any = None,
+    loss: Loss | None = None,
     units: Any = None,
     persist_below: int | None = None,
     reshard_after_forward: bool | None = None,
@@ -36,7 +43,10 @@ def zeroify(
     Args:
         model: The model; it stays the same object.
         optimizer: The plain torch optimizer of its parameters.
-        stage: As for `DistributedOptimizer`; 3: parameters are sharded too.
+        stage: As for `DistributedOptimizer`; 3: parameters are sharded too; "auto": the lowest that
+            fits into `memory`, of which the first rank tells.
+        memory: For "auto": what a rank may hold, such as "16GiB".
+        batch, loss: For "auto", as for `plan`: without a batch, activations are not counted.
         units: Stage 3: the modules whose parameters are gathered together. A class, a tuple of
             classes, a predicate of a module, or a list of modules. None: repeated blocks, which are
             items of a ModuleList or Sequential that share their class. What is in no unit is the
@@ -58,19 +68,24 @@ def zeroify(
             "reshard_after_forward": reshard_after_forward,
         }
         given = {key: value for key, value in said.items() if value is not None}
-        if given and stage != 3:
+        automatic = check_auto(stage, memory, batch=batch, loss=loss)
+        if given and stage != 3 and not automatic:
             what = ", ".join(given)
             raise ValueError(f"{what} can be given with stage=3 only, and stage is {stage}")
         for name, param in model.named_parameters():
             check_free(NamedParam(name, param))
     _let_go(model)
+    if automatic:
+        how = {"memory": memory, "batch": batch, "loss": loss, **given, **options}
+        stage = _choose(model, optimizer, how)
+        given = given if stage == 3 else {}
     with told_to_others(options.get("process_set")):
         if stage == 3:
             options["_units"] = _plan(model, options.get("process_set"), given)
         else:
             materialise(model, list(model.parameters()))
     sharded = DistributedOptimizer(
-        optimizer, named_parameters=model.named_parameters(), stage=stage, **options
+        optimizer, named_parameters=model.named_parameters(), stage=cast(int, stage), **options
     )
     for param in model.parameters():
         set_collectives(param, sharded.collectives)
@@ -79,6 +94,13 @@ def zeroify(
         sharded.units.reshard_idle()
         sharded.units.hooks = [UnitHooks(sharded.units), ModuleState(model, sharded.units)]
     return model, sharded
+
+
+def _choose(model: torch.nn.Module, optimizer: torch.optim.Optimizer, how: dict[str, Any]) -> int:
+    """The stage that all ranks take."""
+    ranks = join(how.get("process_set"))
+    known = {k: v for k, v in how.items() if k in inspect.signature(plan).parameters}
+    return choose_together(ranks, lambda: plan(model, optimizer, ranks=ranks.size, **known))
 
 
 def _let_go(model: torch.nn.Module) -> None:

@@ -11,7 +11,6 @@ from torch import nn
 
 from zerohvd.planning.timeline import Event, Timeline, thinned
 from zerohvd.torch import compat
-from zerohvd.torch.communication import arrays
 from zerohvd.torch.compat import TorchDispatchMode, tree_iter, tree_map
 
 Loss = Callable[[Any], torch.Tensor]
@@ -36,12 +35,13 @@ class AllocationTracker(TorchDispatchMode):
 
     def ignore(self, tensor: torch.Tensor) -> None:
         """Do not count the memory of this tensor, also if it has been counted."""
-        storage = arrays.storage_of(tensor)
+        storage = tensor.untyped_storage()
         if self._known.get(id(storage), None) is not None:
             self._change(-storage.nbytes())
         # Its end must not count either, and frees the identity for another one.
-        self._known[id(storage)] = None
-        self._ignored.append(weakref.ref(storage, lambda _, key=id(storage): self._forget(key)))
+        key = id(storage)
+        self._known[key] = None
+        self._ignored.append(weakref.ref(storage, lambda _: self._forget(key)))
 
     def counts(self, storage: torch.UntypedStorage) -> bool:
         """Whether it was made inside, and is neither a parameter nor an input."""
@@ -65,14 +65,14 @@ class AllocationTracker(TorchDispatchMode):
 
     def _see_old(self, tensor: torch.Tensor) -> None:
         """What goes into an operator and was not made inside has been there before."""
-        if id(arrays.storage_of(tensor)) not in self._known:
+        if id(tensor.untyped_storage()) not in self._known:
             self.ignore(tensor)
 
     def _forget(self, key: int) -> None:
         self._known.pop(key, None)
 
     def _see(self, tensor: torch.Tensor) -> None:
-        storage = arrays.storage_of(tensor)
+        storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._known:
             return
@@ -137,7 +137,7 @@ class _Saved:
         self._storages: dict[int, Any] = {}
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = arrays.storage_of(tensor)
+        storage = tensor.untyped_storage()
         if self._tracker.counts(storage):
             self._storages[id(storage)] = weakref.ref(storage)
         # Detached: an output that is saved by its own operator would never be freed.

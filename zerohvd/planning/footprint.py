@@ -12,7 +12,7 @@ from zerohvd.config import STAGES
 from zerohvd.layout import DTYPE_BYTES, Bucket
 from zerohvd.memory import MemoryReport
 from zerohvd.planning.timeline import Event, Timeline
-from zerohvd.planning.workload import ROOT, Section, Workload
+from zerohvd.planning.workload import ROOT, ROWS, Section, Workload
 from zerohvd.schedule import Schedule
 
 KINDS = ("params", "grads", "optimizer", "master", "buffers", "gathered", "activations")
@@ -84,14 +84,13 @@ def footprint(workload: Workload, stage: int, size: int) -> Footprint:
     sections = workload.sections(stage, size)
     rank = _fullest_rank(workload, sections)
     held = _held(workload, sections, stage, rank)
-    gathered = _gathered(sections, size) if stage == 3 else 0
+    gathered: int | None = _gathered(sections, size) if stage == 3 else 0
     if stage == 3 and not workload.units_known and size > 1:
         gathered = None
     rest = held.params + held.optimizer + held.master
     backward = _Backward(workload, sections, stage, size, rank).run(_events(workload, sections))
-    update = held.grads + _temporary(workload, sections, rank) + _sent_shards(
-        workload, sections, stage, size, rank
-    )
+    update = held.grads + _temporary(workload, sections, rank) + _fusion(workload, stage, size)
+    update += _sent_shards(workload, sections, stage, size, rank)
     passes = backward.most + (gathered or 0)
     timeline = workload.timeline
     return Footprint(
@@ -141,7 +140,7 @@ def _held(workload: Workload, sections: Sequence[Section], stage: int, rank: int
 def _grad_bytes(workload: Workload, bucket: Bucket, own: int, stage: int) -> int:
     width = DTYPE_BYTES[bucket.dtype]
     wide = DTYPE_BYTES[workload.updated(bucket.dtype)] if workload.wide_grads else width
-    if stage >= 2:
+    if stage >= workload.full_grads_below:
         return own * wide
     return bucket.padded * width + (own * wide if wide != width else 0)
 
@@ -175,7 +174,7 @@ def _gathered(sections: Sequence[Section], size: int) -> int:
         return 0
     units: defaultdict[int, int] = defaultdict(int)
     for _, bucket, unit in _buckets(sections):
-        if unit is not None:
+        if unit is not None and unit != ROWS:
             units[unit] += bucket.nbytes
     root = units.pop(ROOT, 0)
     return root + sum(heapq.nlargest(2, units.values()))
@@ -202,6 +201,11 @@ def _temporary(workload: Workload, sections: Sequence[Section], rank: int) -> in
         default=0,
     )
     return int(largest * workload.optimizer.temporary)
+
+
+def _fusion(workload: Workload, stage: int, size: int) -> int:
+    """Horovod fuses allreduces and allgathers; two ranks that shard have neither."""
+    return workload.fusion_bytes if size > 2 or (size == 2 and stage == 0) else 0
 
 
 def _sent_shards(
@@ -249,9 +253,10 @@ class _Backward:
         self._full = 0  # their sum
         self._flying: deque[tuple[tuple[int, int], int]] = deque(maxlen=workload.in_flight)
         # Two ranks at stage 2 keep what they receive as the shard; others reuse their buffers.
-        self._grows = workload.copies_received and stage == 2 and size == 2
+        self._frees = stage >= workload.full_grads_below  # full gradients, once they have gone
+        self._grows = self._frees and workload.copies_received and stage == 2 and size == 2
         self._kept = self._shards_kept()
-        self._fusion = workload.fusion_bytes if stage == 0 and size > 1 else 0
+        self._fusion = _fusion(workload, stage, size)
         self.most = self.buffers = 0
 
     def run(self, events: Sequence[Event]) -> _Backward:
@@ -269,10 +274,10 @@ class _Backward:
     def _note(self, live: int, arriving: int) -> None:
         sizes = [nbytes for _, nbytes in self._flying]
         # MPI reduces one bucket at a time; buckets that are exchanged all have their memory.
-        received = sum(sizes) if self._stage else max(sizes, default=0) + self._fusion
+        received = self._fusion + (sum(sizes) if self._stage else max(sizes, default=0))
         self.most = max(self.most, live + arriving + self._full + received + self._kept)
-        # Below stage 2 full gradients are gradients; from there on they are only passing through.
-        passing = self._full if self._stage >= 2 else 0
+        # Full gradients that stay are gradients; others are only passing through.
+        passing = self._full if self._frees else 0
         self.buffers = max(self.buffers, passing + received)
 
     def _arrive(self, param: int) -> int:
@@ -300,7 +305,7 @@ class _Backward:
 
     def _land(self) -> None:
         key, _ = self._flying.popleft()
-        if self._stage >= 2:
+        if self._frees:
             self._full -= self._flats.pop(key, 0)
 
     def _hold(self, key: tuple[int, int], nbytes: int) -> None:
@@ -314,7 +319,7 @@ class _Backward:
         if self._stage == 0:
             return bucket.nbytes // 2  # what MPI's allreduce takes for what it receives
         if self._size == 2:
-            return 0 if self._stage >= 2 else own
+            return 0 if self._frees else own
         return own * self._size
 
     def _shards_kept(self) -> int:
@@ -324,6 +329,6 @@ class _Backward:
         kept = 0
         for section, bucket, _ in _buckets(self._sections):
             own = bucket.span(_rank_in(section, self._rank)).length
-            whole = bucket.padded * DTYPE_BYTES[bucket.dtype] if self._stage < 2 else 0
+            whole = 0 if self._frees else bucket.nbytes
             kept += _grad_bytes(self._workload, bucket, own, self._stage) - whole
         return kept

@@ -61,13 +61,12 @@ def show_bytes(count: float, *, binary: bool = False) -> str:
     base, i = (1024, "i") if binary else (1000, "")
     if abs(count) < base:
         return f"{count:.0f} B"
-    unit = ""
-    for unit in "KMGTP":
-        count /= base
-        # One decimal of the next smaller unit would round up to this one's base.
-        if abs(count) < base - 0.05:
-            break
-    return f"{count:,.1f} {'k' if unit == 'K' and not binary else unit}{i}B"
+    power = 1
+    # With one decimal, 999.96 MB would be 1,000.0 MB.
+    while power < 5 and abs(count) / base**power >= base - 0.05:
+        power += 1
+    unit = "KMGTP"[power - 1] if binary or power > 1 else "k"
+    return f"{count / base**power:,.1f} {unit}{i}B"
 
 
 def show_seconds(seconds: float) -> str:

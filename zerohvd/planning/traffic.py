@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from zerohvd.communication.log import moved_bytes
 from zerohvd.planning.network import Network
-from zerohvd.planning.workload import ROOT, Section, Workload
+from zerohvd.planning.workload import ROOT, ROWS, Section, Workload
 
 
 class Collective(NamedTuple):
@@ -37,6 +37,8 @@ def _collectives(sections: Sequence[Section], stage: int, kept: int) -> Iterator
     once = {ROOT, *numbers[max(0, len(numbers) - kept) :]}
     for section in sections:
         for bucket, unit in zip(section.layout.buckets, section.units, strict=True):
+            if unit == ROWS:
+                continue  # how many rows there are is known in a step only
             if stage == 0:
                 yield Collective("allreduce", bucket.nbytes)
                 continue

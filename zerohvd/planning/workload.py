@@ -14,6 +14,7 @@ from zerohvd.layout import DTYPE_BYTES, Layout, ParamSpec, Piece, build_layout
 from zerohvd.planning.timeline import Timeline
 
 ROOT = 0
+ROWS = -1  # a table that is sharded, and of which only rows are ever gathered
 
 
 class Section(NamedTuple):
@@ -21,7 +22,7 @@ class Section(NamedTuple):
 
     layout: Layout
     params: tuple[int, ...]  # per parameter of the layout: its number in the workload
-    units: tuple[int | None, ...]  # per bucket: its unit, 0 is the root; None: always whole
+    units: tuple[int | None, ...]  # per bucket: its unit, ROOT or ROWS; None: always whole
     trained: bool = True
 
 
@@ -68,11 +69,12 @@ class Workload:
         master_dtype: As configured; None: float32 for narrower floats.
         fixed: Bytes that every rank holds at every stage, such as statistics of batch norms.
         wide_grads: Reduced gradients are kept in the dtype of the master.
+        full_grads_below: Stages below this one hold the full gradients of a backward pass.
         keeps_grads: Gradients outlive the step, until they are cleared.
         in_flight: Buckets on their way at a time.
         copies_received: Of more than two ranks, a reducescatter receives a whole bucket before it
             is summed, and an allgather sends from a copy of the shard.
-        fusion_bytes: Stage 0: what Horovod takes to put small tensors together.
+        fusion_bytes: What Horovod takes to put small tensors together.
         kept_units: How many of the last units stay gathered from the forward to the backward pass.
         units_known: Units come from a model; else what stage 3 gathers is not known.
         timeline: Activations, if a micro-step was measured.
@@ -87,6 +89,7 @@ class Workload:
     master_dtype: str | None = None
     fixed: int = 0
     wide_grads: bool = False
+    full_grads_below: int = 2
     keeps_grads: bool = True
     in_flight: int = 2
     copies_received: bool = False

@@ -83,14 +83,13 @@ def _of_specs(path: Path, wishes: Wishes) -> Workload:
     if not specs:
         raise SourceError(f"{str(path)!r} has no parameters")
     count = sum(spec.numel for spec in specs)
-    found = from_specs(
+    return from_specs(
         specs,
         units_by_name([spec.name for spec in specs]),
         name=f"{path.name}, {count:,} parameters",
         precision=wishes.precision,
         optimizer=wishes.optimizer,
     )
-    return found
 
 
 def _checkpoint(path: Path) -> list[ParamSpec]:
