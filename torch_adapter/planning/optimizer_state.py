@@ -34,6 +34,8 @@ def optimizer_cost(
     found: dict[Any, tuple[int, int, int]] = {}
 
     def probed(param: torch.nn.Parameter, dtype: str) -> tuple[int, int, int]:
+        if not param.numel():
+            return 0, 0, 0  # it is in no bucket
         shape = tuple(param.shape) if whole else (_ELEMENTS,)
         group = group_of[param]
         key = (shape, dtype, id(group))

@@ -32,6 +32,9 @@ class Footprint:
     grads: int
     """Gradients that are whole at the end of a backward pass, or this rank's reduced shards."""
 
+    reduced: int
+    """Gradients that are left when all have been reduced."""
+
     optimizer: int
     """The inner optimizer's state."""
 
@@ -64,14 +67,14 @@ class Footprint:
         return self.activations is not None and self.gathered is not None
 
     def reported(self, *, grads: bool) -> MemoryReport:
-        """What memory_report will say after a step, before gradients are cleared.
+        """What memory_report will say when gradients have been reduced, before they are applied.
 
         Args:
             grads: The framework keeps gradients that long.
         """
         return MemoryReport(
             params=self.params,
-            grads=self.grads if grads else 0,
+            grads=self.reduced if grads else 0,
             optimizer=self.optimizer,
             master=self.master,
         )
@@ -82,14 +85,14 @@ def footprint(workload: Workload, stage: int, size: int) -> Footprint:
     if stage not in STAGES:
         raise ValueError(f"stage must be one of {STAGES}, got {stage!r}")
     sections = workload.sections(stage, size)
-    rank = _fullest_rank(workload, sections)
+    rank = _fullest_rank(workload, sections, stage)
     held = _held(workload, sections, stage, rank)
     gathered: int | None = _gathered(sections, size) if stage == 3 else 0
     if stage == 3 and not workload.units_known and size > 1:
         gathered = None
     rest = held.params + held.optimizer + held.master
     backward = _Backward(workload, sections, stage, size, rank).run(_events(workload, sections))
-    update = held.grads + _temporary(workload, sections, rank) + _fusion(workload, stage, size)
+    update = held.reduced + _temporary(workload, sections, rank) + _fusion(workload, stage, size)
     update += _sent_shards(workload, sections, stage, size, rank)
     passes = backward.most + (gathered or 0)
     timeline = workload.timeline
@@ -111,6 +114,7 @@ def footprint(workload: Workload, stage: int, size: int) -> Footprint:
 class _Held(NamedTuple):
     params: int
     grads: int
+    reduced: int
     optimizer: int
     master: int
 
@@ -121,12 +125,14 @@ def _rank_in(section: Section, rank: int) -> int:
 
 
 def _held(workload: Workload, sections: Sequence[Section], stage: int, rank: int) -> _Held:
-    params, grads, master = workload.fixed, 0, 0
+    params, grads, reduced, master = workload.fixed, 0, 0, 0
     for section, bucket, unit in _buckets(sections):
         own = bucket.span(_rank_in(section, rank)).length
         params += (bucket.padded if unit is None else own) * DTYPE_BYTES[bucket.dtype]
         if section.trained:
-            grads += _grad_bytes(workload, bucket, own, stage)
+            held = _grad_bytes(workload, bucket, own, stage)
+            grads += held
+            reduced += held - _dropped(workload, bucket, stage)
             updated = workload.updated(bucket.dtype)
             master += own * DTYPE_BYTES[updated] if updated != bucket.dtype else 0
     state = workload.optimizer.fixed + sum(
@@ -134,7 +140,7 @@ def _held(workload: Workload, sections: Sequence[Section], stage: int, rank: int
         for section in sections
         if section.trained
     )
-    return _Held(params, grads, int(state), master)
+    return _Held(params, grads, reduced, int(state), master)
 
 
 def _grad_bytes(workload: Workload, bucket: Bucket, own: int, stage: int) -> int:
@@ -143,6 +149,14 @@ def _grad_bytes(workload: Workload, bucket: Bucket, own: int, stage: int) -> int
     if stage >= workload.full_grads_below:
         return own * wide
     return bucket.padded * width + (own * wide if wide != width else 0)
+
+
+def _dropped(workload: Workload, bucket: Bucket, stage: int) -> int:
+    """Stage 1: full gradients that nothing needs any more once there are wide sums of them. Those
+    that were copied into a bucket go with it, when gradients are cleared."""
+    wide = workload.wide_grads and workload.updated(bucket.dtype) != bucket.dtype
+    uncopied = len(bucket.slots) == 1 and bucket.padded == bucket.numel
+    return bucket.nbytes if stage == 1 and wide and uncopied else 0
 
 
 def _state_bytes(workload: Workload, section: Section, rank: int) -> float:
@@ -155,16 +169,14 @@ def _state_bytes(workload: Workload, section: Section, rank: int) -> float:
     )
 
 
-def _fullest_rank(workload: Workload, sections: Sequence[Section]) -> int:
+def _fullest_rank(workload: Workload, sections: Sequence[Section], stage: int) -> int:
     """Flat shards are all of one length, and only the last ones are padding."""
     held: defaultdict[int, float] = defaultdict(float, {0: 0.0})
-    for section, bucket, _ in _buckets(sections):
-        if bucket.whole:
-            width = DTYPE_BYTES[bucket.dtype] + DTYPE_BYTES[workload.updated(bucket.dtype)]
-            for slot in bucket.slots:
-                whole = workload.optimizer.whole
-                state = whole[section.params[slot.param]] if whole is not None else 0
-                held[slot.owner] += slot.length * width + state
+    for section in sections:
+        if section.layout.partition == "parameter":
+            for rank in {s.owner for b in section.layout.buckets for s in b.slots}:
+                found = _held(workload, [section], stage, rank)
+                held[rank] += found.params + found.grads + found.optimizer + found.master
     return max(held, key=lambda r: (held[r], -r))
 
 

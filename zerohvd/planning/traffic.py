@@ -40,7 +40,8 @@ def _collectives(sections: Sequence[Section], stage: int, kept: int) -> Iterator
             if unit == ROWS:
                 continue  # how many rows there are is known in a step only
             if stage == 0:
-                yield Collective("allreduce", bucket.nbytes)
+                if section.trained:
+                    yield Collective("allreduce", bucket.nbytes)
                 continue
             if section.trained:
                 yield Collective("reducescatter", bucket.nbytes)

@@ -42,7 +42,17 @@ def find(target: str, wishes: Wishes, framework: str | None = None) -> Workload:
         )
     make = load_function(target)
     adapter = _adapter(framework, target)
-    return adapter(make, wishes)
+
+    def made() -> Any:
+        try:
+            return make()
+        except Exception as error:  # the user's code: its error is what counts, not our calls
+            raise SourceError(
+                f"{target} failed ({type(error).__name__}: {error}), called without arguments and "
+                "without memory for parameters"
+            ) from error
+
+    return adapter(made, wishes)
 
 
 def load_function(target: str) -> Callable[..., Any]:
