@@ -446,7 +446,8 @@ def replace_initialization(defer: Callable[[Any, Any], type | None]) -> Callable
     later = keras.Variable._deferred_initialize
 
     def initialize(self: Any, initializer: Any) -> None:
-        cls = defer(self, self._shape)
+        # One that has its initializer already is being given its memory, in the same scope.
+        cls = defer(self, self._shape) if self._initializer is None else None
         if cls is None:
             original(self, initializer)
             return

@@ -109,3 +109,15 @@ def test_what_cannot_be_planned_is_refused():
         zero.plan(keras.Sequential([keras.layers.Dense(3)]), keras.optimizers.SGD())
     with pytest.raises(ValueError, match="sharded already"):
         zero.plan(wide(), zero.DistributedOptimizer(keras.optimizers.SGD()))
+
+
+@world.at_two_ranks
+def test_a_variable_without_memory_can_be_read_in_the_scope_that_made_it():
+    with zero.deferred_init():
+        variable = keras.Variable(initializer="ones", shape=(100, 100), dtype="float32")
+        assert variable.value.shape == (100, 100)
+        assert float(tf.reduce_sum(variable.value)) == 10_000
+        other = keras.Variable(initializer="ones", shape=(100, 100), dtype="float32")
+        with keras.StatelessScope(state_mapping=[(other, tf.zeros((100, 100)))]):
+            assert float(tf.reduce_sum(other.value)) == 0
+    assert type(other).__name__ == "DeferredVariable"
