@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from zerohvd import versions
+from zerohvd.launching import launch
 
 ROOT = Path(__file__).parents[2]
 FRAMEWORKS = [fw for fw in versions.horovod_frameworks() if versions.find(fw)]
@@ -95,6 +96,18 @@ def test_models_that_cannot_be_planned_are_errors_without_a_traceback(tmp_path):
     done = plan(tmp_path, "mymodel:Model", "--optimizer", "magic")
     assert done.returncode == 2
     assert "optimizer must be one of momentum, " in done.stderr
+
+
+@pytest.mark.skipif("torch" not in FRAMEWORKS, reason="needs Horovod for torch")
+def test_a_measured_network_gives_step_times(tmp_path):
+    file = tmp_path / "network.json"
+    measure = [sys.executable, "-m", "zerohvd.tools.doctor.bandwidth", "torch", str(file)]
+    done = launch(2, measure, timeout=300, env={"PYTHONPATH": str(ROOT)})
+    assert done.ok, done.explain()
+    done = plan(tmp_path, "--params", "1e8", "--network", str(file), "--json")
+    found = json.loads(done.stdout)
+    assert "2 ranks on 1 host" in found["network"]["name"]
+    assert all(0 < row["seconds"]["least"] <= row["seconds"]["most"] for row in found["rows"])
 
 
 @pytest.mark.skipif("tensorflow" not in FRAMEWORKS, reason="needs Horovod for TensorFlow")

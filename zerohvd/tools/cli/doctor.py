@@ -17,10 +17,12 @@ from rich.console import Console
 
 from zerohvd import launchers, versions
 from zerohvd.launching import LaunchError, find_mpirun
-from zerohvd.tools.doctor import machine, probes, run_check
+from zerohvd.planning.network import default_file
+from zerohvd.tools.doctor import bandwidth, machine, probes, run_check
 from zerohvd.tools.doctor.diagnosis import Evidence, diagnose
 from zerohvd.tools.doctor.report import Grid, Line, Report, Status
 
+_FRAMEWORKS = ("torch", "tensorflow")
 _MODULES = ("torch", "tensorflow", "keras", "horovod", "mpi4py")
 # Room for a command on one line, in logs and pipes too.
 _WIDTH_WITHOUT_TERMINAL = 120
@@ -42,6 +44,17 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--run", dest="ranks", type=_ranks, default=0, metavar="N", help="start N ranks"
     )
+    parser.add_argument(
+        "--bandwidth",
+        action="store_true",
+        help="with --run: measure latency and bandwidth of each collective, for `zerohvd plan`",
+    )
+    parser.add_argument(
+        "--save",
+        type=Path,
+        metavar="FILE",
+        help="with --bandwidth: where to store them (where `zerohvd plan` looks)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead")
     parser.add_argument(
         "--timeout",
@@ -61,6 +74,9 @@ def _ranks(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Look, run, report; on one rank only, whatever started them."""
+    if args.bandwidth and args.ranks < 2:
+        print("error: --bandwidth needs at least two ranks: --run 2", file=sys.stderr)
+        return 2
     launcher = launchers.detect(os.environ)
     if not launcher.is_first:
         # Horovod starts only if all ranks start it.
@@ -71,6 +87,10 @@ def run(args: argparse.Namespace) -> int:
     if args.ranks:
         run_lines, grids = _run_ranks(evidence, args.ranks, 3 * args.timeout)
         lines += run_lines
+        if args.bandwidth and all(line.status is not Status.FAIL for line in run_lines):
+            path = args.save or default_file(os.environ)
+            framework = next(fw for fw in _FRAMEWORKS if _usable(evidence, fw))
+            lines += bandwidth.run(framework, args.ranks, path, 3 * args.timeout)
     report = Report(tuple(lines), tuple(grids))
     if args.json:
         print(report.to_json(**_facts(evidence)))
@@ -110,7 +130,7 @@ def _run_ranks(evidence: Evidence, ranks: int, timeout: float) -> tuple[list[Lin
         found = f"--run starts its own ranks, and {evidence.launcher.name} has started this one"
         fix = f"run `zerohvd doctor --run {ranks}` without a launcher"
         return [Line("run", Status.FAIL, found, fix)], []
-    usable = [fw for fw in ("torch", "tensorflow") if _usable(evidence, fw)]
+    usable = [fw for fw in _FRAMEWORKS if _usable(evidence, fw)]
     if not usable:
         found = "no ranks were started: there is no framework with a Horovod that works"
         return [Line("run", Status.FAIL, found, "fix the lines above first")], []

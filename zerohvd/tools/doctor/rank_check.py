@@ -29,7 +29,7 @@ from zerohvd.tools.adapters import load_adapter
 
 Values = npt.NDArray[np.float64]
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8")
-_ADAPTERS = {"torch": "torch", "tensorflow": "keras"}  # by the framework's name
+ADAPTERS = {"torch": "torch", "tensorflow": "keras"}  # by the framework's name
 
 # What Horovod itself refuses; the library never needs it.
 _NOT_OFFERED = {
@@ -222,7 +222,7 @@ def run(case: Case) -> None:
 def main(argv: Sequence[str]) -> int:
     folder, name = argv
     hvd = importlib.import_module(f"horovod.{name}")
-    arrays = load_adapter(_ADAPTERS[name]).arrays
+    arrays = load_adapter(ADAPTERS[name]).arrays
     ranks = detect(os.environ).size or 1
     # Evens and odds, so that the sets' ranks differ from the world's.
     halves = [hvd.ProcessSet(range(half, ranks, 2)) for half in range(2)] if ranks > 1 else []
