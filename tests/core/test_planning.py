@@ -90,7 +90,8 @@ def test_a_higher_stage_never_keeps_more_and_all_ranks_together_keep_the_state_o
     state = {"adam": 2, "sgd": 0}[optimizer]
     whole = sum(s.numel * state * max(4, DTYPE_BYTES[s.dtype]) for s in specs)
     assert footprint(model, 0, size).optimizer == whole
-    assert whole / size <= footprint(model, 2, size).optimizer <= whole
+    # Shards are of one length, but parameters are aligned: padding may lie in another rank's.
+    assert whole / size - padding <= footprint(model, 2, size).optimizer <= whole
 
 
 def test_a_model_without_parameters_needs_no_memory():

@@ -115,6 +115,6 @@ def test_a_keras_model_larger_than_this_machine_is_planned(tmp_path):
     (tmp_path / "mymodel.py").write_text(KERAS)
     done = plan(tmp_path, "mymodel:Model", "--memory", "1GB", "--batch", "16x8192")
     assert done.returncode == 1, done.stderr
-    assert "Sequential, 6,711,705,600 parameters, AdamW: bytes per rank" in done.stdout
+    assert "Sequential, 6,711,705,600 parameters, AdamW: bytes per rank, of 1.0 GB" in done.stdout
     assert "activations: TensorFlow's graph of a step" in done.stdout
     assert "Nothing fits into 1.0 GB per rank" in done.stdout

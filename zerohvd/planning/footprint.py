@@ -15,7 +15,9 @@ from zerohvd.planning.timeline import Event, Timeline
 from zerohvd.planning.workload import ROOT, ROWS, Section, Workload
 from zerohvd.schedule import Schedule
 
-KINDS = ("params", "grads", "optimizer", "master", "buffers", "gathered", "activations")
+KINDS = (
+    "params", "grads", "optimizer", "master", "buffers", "gathered", "activations", "temporary",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,9 @@ class Footprint:
 
     activations: int | None
     """What the forward pass keeps for the backward pass; None: not measured."""
+
+    temporary: int | None
+    """What the passes hold besides, at their worst moment; None: not measured."""
 
     peak: int
     """The most at one time in a step, of all that is known."""
@@ -90,7 +95,7 @@ def footprint(workload: Workload, stage: int, size: int) -> Footprint:
     gathered: int | None = _gathered(sections, size) if stage == 3 else 0
     if stage == 3 and not workload.units_known and size > 1:
         gathered = None
-    rest = held.params + held.optimizer + held.master
+    rest = held.params + held.optimizer + held.master + workload.kernels
     backward = _Backward(workload, sections, stage, size, rank).run(_events(workload, sections))
     update = held.reduced + _temporary(workload, sections, rank) + _fusion(workload, stage, size)
     update += _sent_shards(workload, sections, stage, size, rank)
@@ -103,6 +108,7 @@ def footprint(workload: Workload, stage: int, size: int) -> Footprint:
         buffers=backward.buffers,
         gathered=gathered,
         activations=None if timeline is None else timeline.saved,
+        temporary=None if timeline is None else max(0, timeline.peak - timeline.saved),
         peak=rest + max(passes, update),
         when="forward and backward" if passes >= update else "update",
     )
@@ -170,7 +176,7 @@ def _state_bytes(workload: Workload, section: Section, rank: int) -> float:
 
 
 def _fullest_rank(workload: Workload, sections: Sequence[Section], stage: int) -> int:
-    """Flat shards are all of one length, and only the last ones are padding."""
+    """Flat shards are all of one length: any rank will do, but for a few elements of padding."""
     held: defaultdict[int, float] = defaultdict(float, {0: 0.0})
     for section in sections:
         if section.layout.partition == "parameter":

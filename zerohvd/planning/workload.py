@@ -68,6 +68,7 @@ class Workload:
         optimizer: What it holds.
         master_dtype: As configured; None: float32 for narrower floats.
         fixed: Bytes that every rank holds at every stage, such as statistics of batch norms.
+        kernels: Bytes that the framework's kernels keep for themselves; part of the peak alone.
         wide_grads: Reduced gradients are kept in the dtype of the master.
         full_grads_below: Stages below this one hold the full gradients of a backward pass.
         keeps_grads: Gradients outlive the step, until they are cleared.
@@ -88,6 +89,7 @@ class Workload:
     optimizer: OptimizerCost
     master_dtype: str | None = None
     fixed: int = 0
+    kernels: int = 0
     wide_grads: bool = False
     full_grads_below: int = 2
     keeps_grads: bool = True

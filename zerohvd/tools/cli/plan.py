@@ -22,7 +22,7 @@ from zerohvd.planning.sizes import parse_bytes, parse_count, parse_ranks
 from zerohvd.planning.workload import PRECISIONS, Wishes, Workload, from_numbers
 from zerohvd.tools.planner import plot, sources, table
 
-_WIDTH_WITHOUT_TERMINAL = 150
+_WIDTH_WITHOUT_TERMINAL = 160
 T = TypeVar("T")
 
 

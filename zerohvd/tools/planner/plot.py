@@ -8,7 +8,7 @@ from typing import Any
 from zerohvd.planning.footprint import KINDS
 from zerohvd.planning.plan import Plan
 
-_COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#aa3377", "#ee6677", "#bbbbbb")
+_COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#aa3377", "#ee6677", "#bbbbbb", "#dddddd")
 
 
 def draw(plan: Plan, path: Path) -> None:

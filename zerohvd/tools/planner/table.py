@@ -17,17 +17,19 @@ UNKNOWN = "not measured"
 
 def show(plan: Plan, console: Console) -> None:
     """Print a plan: a row per stage and number of ranks, what to know, what to choose."""
-    kinds = [k for k in KINDS if k != "master" or any(row.memory.master for row in plan.rows)]
+    kinds = [k for k in KINDS if _is_needed(plan, k)]
     title = f"{plan.workload.name}, {plan.workload.optimizer.name}: bytes per rank"
+    if plan.limit is not None:
+        title += f", of {plan.show(plan.limit)}"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("ranks", justify="right")
     table.add_column("stage", justify="right")
-    for name in [*_titles(kinds), "moved/step"]:
-        table.add_column(name, justify="right")
+    for name in [*_titles(kinds), "moved"]:
+        table.add_column(name, justify="right", no_wrap=True)
     if plan.network is not None:
         table.add_column("step", justify="right", no_wrap=True)
     if plan.limit is not None:
-        table.add_column(f"fits {plan.show(plan.limit)}")
+        table.add_column("fits", no_wrap=True)
     chosen, before = plan.chosen(), None
     for row in plan.rows:
         ranks = "" if row.size == before else str(row.size)
@@ -40,6 +42,11 @@ def show(plan: Plan, console: Console) -> None:
     for note in plan.notes:
         console.print(Text(note, style="dim"))
     console.print(Text(plan.recommendation[:1].upper() + plan.recommendation[1:]))
+
+
+def _is_needed(plan: Plan, kind: str) -> bool:
+    """Masters where there are any; what was not measured is said of activations."""
+    return kind not in ("master", "temporary") or any(getattr(r.memory, kind) for r in plan.rows)
 
 
 def _titles(kinds: Sequence[str]) -> list[str]:
@@ -60,5 +67,5 @@ def _cells(plan: Plan, row: Row, kinds: Sequence[str]) -> list[str]:
     if row.time is not None:
         cells.append(f"{show_seconds(row.time.least)} .. {show_seconds(row.time.most)}")
     if row.fits is not None:
-        cells.append(("yes" if row.memory.complete else "as far as known") if row.fits else "no")
+        cells.append(("yes" if row.memory.complete else "perhaps") if row.fits else "no")
     return cells
