@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from zerohvd.layout import ParamSpec, build_layout
-from zerohvd.memory import MemoryEstimate, estimate
+from zerohvd.layout import ParamSpec
+from zerohvd.planning.footprint import footprint
+from zerohvd.planning.workload import from_specs, units_by_name
 
 RANKS, LAYERS, DIM, VOCAB = 8, 24, 2048, 50304
 PICTURE = Path(__file__).resolve().parents[1] / "assets" / "memory.svg"
@@ -19,7 +20,7 @@ KINDS = {
     "optimizer": ("optimizer state", "#5c6bc0"),
     "buffers": ("on their way", "#b0bec5"),
 }
-STAGES = {None: "Horovod", 1: "stage 1", 2: "stage 2", 3: "stage 3"}
+STAGES = {0: "Horovod", 1: "stage 1", 2: "stage 2", 3: "stage 3"}
 WIDTH, HEIGHT, BAR, LEFT = 640, 320, 84, 24
 
 
@@ -32,21 +33,32 @@ def model() -> list[ParamSpec]:
         "down": (DIM, 4 * DIM),
     }
     blocks = [
-        ParamSpec(f"blocks.{layer}.{name}", shape, "float32", group=f"block{layer}")
+        ParamSpec(f"blocks.{layer}.{name}", shape)
         for layer in range(LAYERS)
         for name, shape in shapes.items()
     ]
-    return [ParamSpec("tokens", (VOCAB, DIM), "float32", group="root"), *blocks]
+    return [ParamSpec("tokens", (VOCAB, DIM)), *blocks]
 
 
-def estimates() -> dict[int | None, MemoryEstimate]:
-    layout = build_layout(model(), RANKS, partition="flat", bucket_bytes=16 << 20)
-    return {stage: estimate(layout, stage=stage) for stage in STAGES}
+def held() -> dict[int, dict[str, int]]:
+    """Stage -> bytes of each kind."""
+    units = units_by_name([spec.name for spec in model()])
+    workload = from_specs(model(), units, name="GPT")
+    found = {stage: footprint(workload, stage, RANKS) for stage in STAGES}
+    return {
+        stage: {
+            "params": f.params,
+            "grads": f.grads,
+            "optimizer": f.optimizer,
+            "buffers": f.buffers + (f.gathered or 0),
+        }
+        for stage, f in found.items()
+    }
 
 
 def draw() -> str:
-    found = estimates()
-    scale = (HEIGHT - 110) / found[None].total
+    found = held()
+    scale = (HEIGHT - 110) / sum(found[0].values())
     bottom = HEIGHT - 50
     count = sum(math.prod(spec.shape) for spec in model()) / 1e9
     parts = [
@@ -64,7 +76,7 @@ def draw() -> str:
             parts.append(
                 f'<rect x="{x}" y="{y:.1f}" width="{BAR}" height="{height:.1f}" fill="{colour}"/>'
             )
-        total = f"{found[stage].total / 2**30:.1f}"
+        total = f"{sum(found[stage].values()) / 2**30:.1f}"
         for where, text in ((y - 6, total), (bottom + 20, title)):
             at = f'x="{x + BAR / 2}" y="{where:.1f}" text-anchor="middle"'
             parts.append(f"<text {at}>{text}</text>")
