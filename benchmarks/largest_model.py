@@ -109,8 +109,8 @@ def job(way: str, layers: int, args: argparse.Namespace) -> tuple[LaunchResult, 
         result = Path(folder, "result.json")
         given = {"way": way, "layers": layers, "result": result, "path": folder, "dim": args.dim}
         given |= {"length": args.length, "limit-mib": args.limit_mib}
-        argv = [sys.executable, __file__, *(f"--{k}={v}" for k, v in given.items())]
-        done = launch(args.np, argv, timeout=args.timeout, env={"OMP_NUM_THREADS": "1"})
+        argv = [sys.executable, str(args.script), *(f"--{k}={v}" for k, v in given.items())]
+        done = launch(args.np, argv, timeout=args.timeout, env=args.env)
         fits = done.ok and result.exists()
         return done, json.loads(result.read_text()) if fits else None
 
@@ -138,8 +138,8 @@ def largest(way: str, layers: int, args: argparse.Namespace) -> dict:
     return fits
 
 
-def report(found: dict[str, dict], args: argparse.Namespace) -> str:
-    base = found[WAYS[0]]["params"]
+def report(found: dict[str, dict], args: argparse.Namespace, head: str) -> str:
+    base = found["horovod"]["params"]
     rows = [
         f"| {way} | {f['layers']} | {f['params'] / 1e6:.0f} M | {f['params'] / base:.2f} | "
         f"{f['peak'] / 2**20:.0f} | {f['losses'][0]:.3f} -> {f['losses'][-1]:.3f} |"
@@ -148,9 +148,9 @@ def report(found: dict[str, dict], args: argparse.Namespace) -> str:
     lines = [
         "# The largest model under a memory limit",
         "",
-        f"GPT of width {args.dim}, float32, fused AdamW, {args.np} ranks with RLIMIT_DATA = "
+        f"{head}, width {args.dim}, {args.np} ranks with RLIMIT_DATA = "
         f"{args.limit_mib} MiB each; largest number of blocks that trains, to "
-        f"{100 * args.precision:.0f} %. `python benchmarks/largest_model.py --np {args.np} "
+        f"{100 * args.precision:.0f} %. `python benchmarks/{args.script.name} --np {args.np} "
         f"--limit-mib {args.limit_mib} --dim {args.dim} --start '{args.start}' "
         f"--precision {args.precision}`",
         "",
@@ -165,33 +165,43 @@ def report(found: dict[str, dict], args: argparse.Namespace) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments(description: str, ways: str, start: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--np", type=int, default=4)
     parser.add_argument("--limit-mib", type=int, default=2048)
     parser.add_argument("--dim", type=int, default=768)
     parser.add_argument("--length", type=int, default=16)
     parser.add_argument("--precision", type=float, default=0.05)
     parser.add_argument(
-        "--start", default="8;32;64", help="blocks of the first attempt, for each of the ways"
+        "--start", default=start, help="blocks of the first attempt, for each of the ways"
     )
     parser.add_argument("--timeout", type=float, default=900, help="seconds for an attempt")
     parser.add_argument("--path", type=Path, default=None, help="folder for the files of 'disk'")
-    parser.add_argument("--ways", default=";".join(WAYS), help="separated by semicolons")
+    parser.add_argument("--ways", default=ways, help="separated by semicolons")
     for name, kind in (("--way", str), ("--layers", int), ("--result", Path)):
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if detect(os.environ).launched:
-        rank_main(args)
-        return
+    return parser.parse_args()
+
+
+def compare(args: argparse.Namespace, result: Path, head: str) -> None:
+    """Look for the largest model of every way, and write what was found."""
     args.log = []
     firsts = zip(args.ways.split(";"), args.start.split(";"), strict=True)
     found = {way: largest(way, int(first), args) for way, first in firsts}
-    if WAYS[0] in found:
-        text = report(found, args)
+    if "horovod" in found:
+        text = report(found, args, head)
         print(text)
-        RESULT.parent.mkdir(exist_ok=True)
-        RESULT.write_text(text)
+        result.parent.mkdir(exist_ok=True)
+        result.write_text(text)
+
+
+def main() -> None:
+    args = arguments(__doc__.splitlines()[0], ";".join(WAYS), "8;32;64")
+    if detect(os.environ).launched:
+        rank_main(args)
+        return
+    args.script, args.env = Path(__file__), {"OMP_NUM_THREADS": "1"}
+    compare(args, RESULT, "GPT, float32, fused AdamW")
 
 
 if __name__ == "__main__":

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
+from keras.src.backend.tensorflow import random as backend_random
 from keras.src.backend.common import global_state, masking, stateless_scope, symbolic_scope
+from keras.src.initializers import random_initializers
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.losses import loss as loss_module
 from keras.src.random import seed_generator
@@ -332,6 +335,58 @@ def first_value(variable: Any) -> Any:
     # A graph computes in place: outside of one, the most that is held would be twice the value.
     # Traced by hand: TensorFlow warns of functions that are traced again and again.
     return tf.function(make, autograph=False).get_concrete_function()()
+
+
+class Distribution(NamedTuple):
+    """What an initializer draws from."""
+
+    kind: str  # "uniform", "normal", "truncated_normal" or "constant"
+    first: float  # the lower bound, the mean, or the constant
+    second: float  # the upper bound, or the standard deviation
+    seed: tuple[int, int]
+
+
+def distribution_of(variable: Any) -> Distribution | None:
+    """What the initializer of a variable without memory draws from; None where that is not known.
+    Public is only the call of an initializer, which makes all values at once: without it, one rank
+    would have to hold whole variables when a model is sharded."""
+    initializer, kinds = variable._initializer, keras.initializers
+    constants = {kinds.Zeros: 0.0, kinds.Ones: 1.0}
+    if type(initializer) in constants:
+        return Distribution("constant", constants[type(initializer)], 0.0, (0, 0))
+    if not isinstance(getattr(initializer, "seed", None), int):
+        return None  # a SeedGenerator gives other seeds when it is asked again
+    seed = _drawn_seed(initializer.seed)
+    if type(initializer) is kinds.RandomUniform:
+        return Distribution("uniform", initializer.minval, initializer.maxval, seed)
+    if type(initializer) is kinds.RandomNormal:
+        return Distribution("normal", initializer.mean, initializer.stddev, seed)
+    if type(initializer) is kinds.TruncatedNormal:
+        return Distribution("truncated_normal", initializer.mean, initializer.stddev, seed)
+    if type(initializer).__call__ is kinds.VarianceScaling.__call__:
+        return _scaled_distribution(initializer, tuple(variable._shape), seed)
+    return None
+
+
+def _scaled_distribution(initializer: Any, shape: Any, seed: tuple[int, int]) -> Distribution:
+    """What VarianceScaling does before it draws."""
+    axes = [getattr(initializer, name, None) for name in ("input_axes", "output_axes")]
+    fans = random_initializers.compute_fans(shape, *(axes if None not in axes else ()))
+    fan = {"fan_in": fans[0], "fan_out": fans[1], "fan_avg": sum(fans) / 2.0}[initializer.mode]
+    scale = initializer.scale / max(1.0, fan)
+    if initializer.distribution == "uniform":
+        limit = math.sqrt(3.0 * scale)
+        return Distribution("uniform", -limit, limit, seed)
+    if initializer.distribution == "untruncated_normal":
+        return Distribution("normal", 0.0, math.sqrt(scale), seed)
+    return Distribution("truncated_normal", 0.0, math.sqrt(scale) / 0.87962566103423978, seed)
+
+
+def _drawn_seed(seed: int) -> tuple[int, int]:
+    """The two numbers that keras.random makes of a seed."""
+    drawn = backend_random._cast_seed(seed_generator.draw_seed(seed))
+    first, second = drawn.numpy().tolist()
+    return first, second
 
 
 def native_variable(variable: Any) -> tf.Variable | None:

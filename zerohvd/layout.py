@@ -84,12 +84,15 @@ class ParamSpec:
         shape: Its shape; () is a scalar, a 0 anywhere makes it empty.
         dtype: A key of `DTYPE_BYTES`.
         group: Parameters of different groups never share a bucket.
+        multiple: A flat bucket that begins with this parameter is cut at multiples of so many
+            elements: the rows of a table stay whole.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
     group: int | str = 0
+    multiple: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -268,7 +271,8 @@ class Layout:
         head = ["layout-1", self.size, self.partition, self.bucket_bytes, self.chunk_bytes]
         digest.update(json.dumps(head).encode())
         for p in self.params:
-            digest.update(json.dumps([p.name, p.shape, p.dtype, p.group]).encode())
+            multiple = [p.multiple] if p.multiple > 1 else []
+            digest.update(json.dumps([p.name, p.shape, p.dtype, p.group, *multiple]).encode())
         return digest.hexdigest()
 
 
@@ -308,7 +312,7 @@ def build_layout(
     quantum = align * size
     filled = _fill_buckets(specs, bucket_bytes, chunk_bytes, align, quantum, owners)
     buckets = tuple(
-        _close(i, specs[slots[0].param].dtype, slots, size, align, quantum, owners is not None)
+        _close(i, specs[slots[0].param], slots, size, align, owners is not None)
         for i, slots in enumerate(filled)
     )
     return Layout(specs, size, partition, bucket_bytes, buckets, chunk_bytes)
@@ -393,7 +397,7 @@ def _fill_buckets(
 
 
 def _close(
-    index: int, dtype: str, slots: list[Slot], size: int, align: int, quantum: int, whole: bool
+    index: int, first: ParamSpec, slots: list[Slot], size: int, align: int, whole: bool
 ) -> Bucket:
     if whole:
         slots.sort(key=lambda s: s.owner)
@@ -403,8 +407,8 @@ def _close(
         slots[i] = slots[i]._replace(start=start)
         numel += slots[i].length
         stop = start + slots[i].length
-    padded = stop if whole else round_up(stop, quantum)
-    return Bucket(index, dtype, tuple(slots), numel, padded, size, whole)
+    padded = stop if whole else round_up(stop, math.lcm(align, first.multiple) * size)
+    return Bucket(index, first.dtype, tuple(slots), numel, padded, size, whole)
 
 
 def _balance(specs: Sequence[ParamSpec], size: int) -> list[int]:

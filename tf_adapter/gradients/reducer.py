@@ -101,7 +101,8 @@ class Reduction:
         self._reducer, self._shards, self._wire = reducer, reducer.shards, reducer.shards.wire
         variables = reducer.shards.variables
         self.grads = [
-            sparse.of_static_shape(g, v.shape) for g, v in zip(grads, variables, strict=True)
+            sparse.of_static_shape(g, _gradient_shape(v))
+            for g, v in zip(grads, variables, strict=True)
         ]
         self.heads = first_of(self.grads)
         self._has = [g is not None for g in self.grads]
@@ -177,7 +178,7 @@ class Reduction:
             grads[param] = self._no_rows(param, spec)
         if kept:
             # Also on a rank without a piece here: eager collectives have one order on all ranks.
-            self._add_up(self.heads)
+            self.add_up()
             found = [mean(self._own_part(piece, grads)) for piece in pieces]
         elif sparse.applies(bucket, spec, grads[param]):
             together = [owned[0].joined(owned[-1])] if owned else []
@@ -192,6 +193,18 @@ class Reduction:
             None if self.given(piece.piece.param) is False else tf.reshape(grad, piece.shape)
             for piece, grad in zip(pieces, found, strict=True)
         ]
+
+    def add_up(self) -> None:
+        """Agree with the other ranks on weights, and on which gradients there are."""
+        self._add_up(self.heads)
+
+    def piece(self, piece: PieceVariable) -> Any:
+        """The mean gradient of one piece of a sharded variable, None if no rank has one; after
+        `add_up`."""
+        if self.given(piece.piece.param) is False:
+            return None
+        mean = self._mean(self._own_part(piece, self.grads), piece.dtype)
+        return tf.reshape(mean, piece.shape)
 
     def _expects_rows(self, bucket: Bucket, spec: ParamSpec, grad: Any) -> bool:
         """Whether this rank lacks a gradient that others may send as rows."""
@@ -212,6 +225,9 @@ class Reduction:
         grad, shard = grads[piece.piece.param], shard_of(piece.variable)
         if grad is None:
             return tf.zeros([piece.piece.param_span.length], piece.dtype)
+        if isinstance(grad, sparse.Rows):
+            span = piece.piece.param_span.shift(-shard.span.start)
+            return grad.dense_part(span.start // shard.width, span.stop // shard.width)
         return buffers.cut(grad, piece.piece.param_span.shift(-shard.span.start))
 
     def _mean(self, total: Any, dtype: Any) -> Any:
@@ -277,6 +293,11 @@ class Reduction:
         self._counts = total[len(weight) :]
         if weight:
             self._factor = tf.math.divide_no_nan(1.0, total[0])
+
+
+def _gradient_shape(variable: Any) -> Any:
+    shard = shard_of(variable)
+    return variable.shape if shard is None else shard.piece.shape
 
 
 def first_of(grads: Sequence[Any]) -> list[Any]:

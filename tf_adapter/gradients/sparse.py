@@ -30,6 +30,10 @@ class Rows(NamedTuple):
     def dense(self) -> Any:
         return tf.math.unsorted_segment_sum(self.values, self.indices, self.shape[0])
 
+    def dense_part(self, first: int, stop: int) -> Any:
+        """The rows from `first` to `stop` as one tensor, 1-D."""
+        return tf.reshape(_sum_of(self.values, self.indices, first, stop), [-1])
+
 
 def dense(grad: Any) -> Any:
     """A gradient as one tensor."""
@@ -112,9 +116,13 @@ def _add_up(indices: Any, values: Any, span: Span | None, width: int) -> Any:
     if span is None:
         return tf.zeros([0], values.dtype)
     first, stop = span.start // width, -(-span.stop // width)
+    flat = tf.reshape(_sum_of(values, indices, first, stop), [-1])
+    return flat[span.start - first * width : span.stop - first * width]
+
+
+def _sum_of(values: Any, indices: Any, first: int, stop: int) -> Any:
+    """The rows from `first` to `stop` of a table."""
     # unsorted_segment_sum drops negative ids: rows of other ranks.
     inside = (indices >= first) & (indices < stop)
     ids = tf.where(inside, indices - first, -tf.ones_like(indices))
-    rows = tf.math.unsorted_segment_sum(values, ids, stop - first)
-    flat = tf.reshape(rows, [-1])
-    return flat[span.start - first * width : span.stop - first * width]
+    return tf.math.unsorted_segment_sum(values, ids, stop - first)

@@ -219,8 +219,6 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         excluded = compat.decay_exclusions(inner)
         keys = {p.key: key_of(p.variable) for p in pieces}
         excluded.update([piece for piece, variable in keys.items() if variable in excluded])
-        for piece in pieces:
-            piece.load()  # some optimizers start from the values
         steps = inner.gradient_accumulation_steps
         if self.config.stage < 2:
             inner.gradient_accumulation_steps = None  # local sums are the reducer's
@@ -294,7 +292,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         shard = shard_of(variable)
         if shard is None or self.sharded is None or grad is None:
             return grad
-        if tuple(grad.shape) != (shard.span.length,):
+        if tuple(grad.shape) not in ((shard.span.length,), tuple(shard.piece.shape)):
             raise ValueError(
                 f"the gradient of {variable_path(variable)!r} has shape {tuple(grad.shape)}; the "
                 f"variable is sharded, and this rank's part of its gradient has "

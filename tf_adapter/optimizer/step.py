@@ -124,6 +124,10 @@ class ShardedStep(ShardedVariables):
         assembly, update, window = self.assembly(), PieceUpdate(self.inner), self.reducer.window
         rate = self.inner.learning_rate
         for bucket in self.layout.buckets:
+            if self.is_table(bucket):
+                done.append(self._update_table(bucket, reduction, update, rate))
+                updated.append(done[-1])
+                continue
             with window.after(updated), after(reduced):
                 reduced = reduction.bucket(bucket, reduction.grads)
             reduced = clipping.by_value(reduced, self.inner)
@@ -132,6 +136,19 @@ class ShardedStep(ShardedVariables):
                 update.run(pieces, reduced, rate, reduction.given)
             updated.append([piece.read_value() for piece in pieces])
             done.append(self._gather_after(done, bucket, assembly))
+        return done
+
+    def _update_table(
+        self, bucket: Bucket, reduction: Reduction, update: PieceUpdate, rate: Any
+    ) -> list[Any]:
+        """Update a table part by part: neither its gradient nor the new values are ever whole."""
+        done: list[Any] = []
+        reduction.add_up()
+        for piece in self.pieces_in(bucket):
+            with after(done[-1:]):
+                grads = clipping.by_value([reduction.piece(piece)], self.inner)
+                update.run([piece], grads, rate, reduction.given)
+                done += self.keep([piece])
         return done
 
     def _accumulate_or_update(self, grads: Sequence[Any], reduction: Reduction) -> None:

@@ -34,6 +34,17 @@ def tf_variable(variable: Any) -> Any:
     return variable if isinstance(variable, tf.Variable) else variable.value
 
 
+def read_rows(table: tf.Variable, rows: Any) -> Any:
+    """Rows of a table; a read of all of it would be a copy, as `write_rows` writes in place."""
+    return tf.raw_ops.ResourceGather(resource=table.handle, indices=rows, dtype=table.dtype)
+
+
+def write_rows(table: tf.Variable, rows: Any, values: Any) -> Any:
+    """Overwrite rows of a table in place; returns an operation to wait for."""
+    values = tf.cast(tf.reshape(values, [-1, *table.shape[1:]]), table.dtype)
+    return tf.raw_ops.ResourceScatterUpdate(resource=table.handle, indices=rows, updates=values)
+
+
 def dtype_of(variable: Any) -> str:
     """The dtype that a variable is stored in; it need not have memory yet."""
     if isinstance(variable, tf.Variable):
@@ -85,33 +96,49 @@ class PieceVariable:
         # The name under which Keras reads it: it excludes variables from weight decay by this key.
         self._unique_id = key_of(variable) + (f"#{chunk}" if chunk else "")
         self.master: tf.Variable | None = None
-        self._value: Any = None
+        self._held: Any = None  # the value, during an update
 
     @property
     def key(self) -> str:
         """What Keras' optimizers identify the piece by."""
         return self._unique_id
 
+    @property
+    def _value(self) -> Any:
+        return self._current() if self._held is None else self._held
+
     def load(self) -> None:
         """Take the current value of the model's variable."""
+        self._held = self._current()
+
+    def _current(self) -> Any:
         stored = self.read()
         if self.master is None:
-            self._value = tf.cast(stored, self.dtype)
-            return
+            return tf.cast(stored, self.dtype)
         # The master has more digits, unless somebody else has assigned to the variable since.
         same = tf.equal(tf.cast(self.master, stored.dtype), stored)
-        self._value = tf.where(same, self.master, tf.cast(stored, self.dtype))
+        return tf.where(same, self.master, tf.cast(stored, self.dtype))
 
     def read(self) -> Any:
         """This piece of the model's variable, in the variable's dtype."""
-        native = tf.convert_to_tensor(tf_variable(self.variable))
         shard = shard_of(self.variable)
+        if shard is not None and shard.width:
+            rows = read_rows(shard.piece, self.rows)
+            return tf.reshape(rows, self.shape)
+        native = tf.convert_to_tensor(tf_variable(self.variable))
         if shard is not None:
             span = self.piece.param_span.shift(-shard.span.start)
             return tf.reshape(buffers.cut(native, span), self.shape)
         if self.whole:
             return native
         return buffers.cut(tf.reshape(native, [-1]), self.piece.param_span)
+
+    @property
+    def rows(self) -> Any:
+        """Which rows of a table's part on this rank the piece is."""
+        shard = shard_of(self.variable)
+        span = self.piece.param_span.shift(-shard.span.start)
+        return tf.range(span.start // shard.width, span.stop // shard.width)
 
     def finish_build(self) -> None:
         self.drop()
@@ -125,18 +152,18 @@ class PieceVariable:
 
     def drop(self) -> None:
         """Forget the value: a tensor of one graph or one eager step."""
-        self._value = None
+        self._held = None
 
     def set(self, value: Any) -> None:
         """Set the value, and that of the master."""
-        self._value = value
+        self._held = value
         if self.master is not None:
             self.master.assign(value)
 
     # -- what an optimizer calls on a variable ----------------------------------------------------
 
     def assign(self, value: Any, *_: Any, **__: Any) -> PieceVariable:
-        self._value = tf.reshape(tf.cast(value, self.dtype), self.shape)
+        self._held = tf.reshape(tf.cast(value, self.dtype), self.shape)
         return self
 
     def assign_add(self, value: Any, *_: Any, **__: Any) -> PieceVariable:

@@ -17,6 +17,7 @@ from zerohvd.keras.params.pieces import (
     shard_of,
     tf_variable,
     variable_path,
+    write_rows,
 )
 from zerohvd.layout import Bucket, Layout, ParamSpec
 from zerohvd.training.naming import unique_names
@@ -69,12 +70,21 @@ class ShardedVariables:
         been updated stays with its rank (stage 3)."""
         return shard_of(self.variables[bucket.slots[0].param]) is not None
 
-    def _keep(self, pieces: Sequence[PieceVariable], values: Sequence[Any]) -> list[Any]:
-        """Store this rank's pieces; returns operations to wait for."""
+    def is_table(self, bucket: Bucket) -> bool:
+        """Whether the bucket is a table that is sharded by rows (stage 3)."""
+        return self.is_kept(bucket) and shard_of(self.variables[bucket.slots[0].param]).width > 0
+
+    def keep(self, pieces: Sequence[PieceVariable]) -> list[Any]:
+        """Store the values of these pieces of sharded variables; returns operations to wait for."""
         parts: dict[int, list[Any]] = {}
-        for piece, value in zip(pieces, values, strict=True):
-            parts.setdefault(piece.piece.param, []).append(tf.reshape(value, [-1]))
         done = []
+        for piece in pieces:
+            value = piece.read_value()
+            piece.drop()
+            if shard_of(piece.variable).width:
+                done.append(write_rows(self.natives[piece.piece.param], piece.rows, value))
+                continue
+            parts.setdefault(piece.piece.param, []).append(tf.reshape(value, [-1]))
         for param, flats in parts.items():
             native = self.natives[param]
             flat = flats[0] if len(flats) == 1 else tf.concat(flats, 0)
@@ -107,11 +117,11 @@ class ShardedVariables:
         """Allgather all ranks' pieces and assign them to the model's variables; returns operations
         to wait for. A rank without a piece, whose allgather has no input, waits for `wait_for`."""
         pieces = self.pieces_in(bucket)
+        if self.is_kept(bucket):
+            return self.keep(pieces)
         values = [p.read_value() for p in pieces]
         for piece in pieces:
             piece.drop()
-        if self.is_kept(bucket):
-            return self._keep(pieces, values)
         if self.layout.size == 1:
             return [
                 v.assign(tf.reshape(tf.cast(x, v.dtype), v.shape), read_value=False)

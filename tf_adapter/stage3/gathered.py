@@ -86,13 +86,13 @@ def _publish(variables: Sequence[Any], root: int) -> None:
                 tf.reshape(wire.broadcast(value, root, name=f"zero/written/{index}"), native.shape)
             )
         if shard is not None:
-            shard.piece.assign(_own_part(shard))
+            shard.piece.assign(tf.reshape(_own_part(shard), shard.piece.shape))
 
 
 def _refuse_writes(variables: Sequence[Any]) -> None:
     for variable in variables:
         shard = shard_of(variable)
-        if not bool(tf.reduce_all(tf.equal(_bits(_own_part(shard)), _bits(shard.piece)))):
+        if not bool(tf.reduce_all(tf.equal(_bits(_own_part(shard)), _bits(_stored(shard))))):
             raise ShardedStateError(
                 f"variable {variable.path!r} has been written to inside zero.gathered(...), and "
                 "the values are lost: use zero.gathered(..., writable=True)"
@@ -101,6 +101,10 @@ def _refuse_writes(variables: Sequence[Any]) -> None:
 
 def _own_part(shard: Any) -> Any:
     return tf.reshape(shard.lent, [-1])[shard.span.start : shard.span.stop]
+
+
+def _stored(shard: Any) -> Any:
+    return tf.reshape(shard.piece, [-1])
 
 
 def _bits(x: Any) -> Any:

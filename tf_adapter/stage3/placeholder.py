@@ -48,10 +48,11 @@ class Shard:
 
     name: str
     span: Span  # of the flattened variable
-    piece: tf.Variable  # 1-D
+    piece: tf.Variable  # 1-D, unless it is rows of a table
     home: Home
     key: str  # what Keras' optimizers have identified the variable by
     native_name: str
+    width: int = 0  # elements of a row, where the piece is rows of a table: 2-D
     lent: tf.Variable | None = None  # the whole value, inside zero.gathered
 
 
@@ -82,7 +83,7 @@ class ShardedVariable(keras.Variable):
         if shard.lent is not None:
             shard.lent.assign(tf.cast(value, shard.lent.dtype))
         elif shard.span.length == math.prod(self.shape) and shard.home.is_alone():
-            shard.piece.assign(tf.reshape(tf.cast(value, shard.piece.dtype), [-1]))
+            shard.piece.assign(tf.reshape(tf.cast(value, shard.piece.dtype), shard.piece.shape))
         else:
             raise refusal(self, "assigning to it")
 

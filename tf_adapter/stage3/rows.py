@@ -1,14 +1,12 @@
 """Large embedding tables, sharded by rows: a batch fetches the rows it needs and no others.
 
 A rank asks the owners for its rows, by an alltoall of indices, and gets them by an alltoall of
-rows. In backward the rows of gradients travel to their owners. A shard may begin inside of a row:
-the row belongs to the rank that has its first element, which gets the rest from the next rank, and
-gives it that part of the gradient.
+rows. In backward the rows of gradients travel to their owners. They stay rows, as tf.IndexedSlices,
+until a part of the table is updated: nothing of the size of the table is ever made.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -21,10 +19,11 @@ from zerohvd.keras.communication.ordering import after
 from zerohvd.keras.communication.wire import Wire
 from zerohvd.keras.stage3.running import Collecting
 from zerohvd.keras.stage3.storage import UnitBucket
-from zerohvd.layout import Span
+from zerohvd.layout import ALIGN, Span
 
 # Smaller tables are gathered: that is one collective instead of three.
 ROWS_FROM_BYTES = 1 << 20
+MOST_PADDING = 0.02
 
 
 def is_large_table(layer: Any) -> bool:
@@ -34,6 +33,14 @@ def is_large_table(layer: Any) -> bool:
     own = compat.own_weights(layer)
     large = len(own) == 1 and arrays.nbytes(own[0]) >= ROWS_FROM_BYTES
     return large and layer.quantization_mode is None and not layer.lora_enabled
+
+
+def row_multiple(layer: Any, size: int) -> int:
+    """Elements of a row, at which a table is cut; 1 where that would cost too much padding."""
+    (table,) = compat.own_weights(layer)
+    width = math.prod(table.shape[1:])
+    padding = math.lcm(ALIGN, width) * size
+    return width if padding <= MOST_PADDING * math.prod(table.shape) else 1
 
 
 class _Fetched(NamedTuple):
@@ -51,28 +58,16 @@ class RowTable:
     def __init__(self, bucket: UnitBucket, wire: Wire) -> None:
         self.bucket, self._wire = bucket, wire
         self.variable = bucket.variables[0]
-        self._width = math.prod(self.variable.shape[1:])
-        spans = bucket.spans_of(0)
-        width = self._width
-        self._first = [-(-s.start // width) for s in spans]
-        self._stop = [max(f, -(-s.stop // width)) for f, s in zip(self._first, spans, strict=True)]
-        # A rank without elements has no rows; its first must not lie behind its stop.
-        self._heads = [
-            f * width - s.start if s.length else 0 for f, s in zip(self._first, spans, strict=True)
-        ]
-        self._tails = [self._tail(rank, spans) for rank in range(len(spans))]
-
-    def _tail(self, rank: int, spans: list[Span]) -> int:
-        """How many elements of this rank's last row the next rank has."""
-        span = spans[rank]
-        return self._stop[rank] * self._width - span.stop if span.length else 0
+        self._width = bucket.width = math.prod(self.variable.shape[1:])
+        self._spans = [Span(s.start // self._width, s.stop // self._width)
+                       for s in bucket.spans_of(0)]
 
     @classmethod
     def of(cls, bucket: UnitBucket, wire: Wire) -> RowTable | None:
-        """The table, if no row lies on more than two ranks."""
+        """The table, if every row lies on one rank."""
         width = math.prod(bucket.variables[0].shape[1:])
-        spans = [s for s in bucket.spans_of(0) if s.length]
-        if len(bucket.variables) != 1 or any(s.length < 2 * width for s in spans[:-1]):
+        cuts = [c for s in bucket.spans_of(0) if s.length for c in s]
+        if len(bucket.variables) != 1 or any(c % width for c in cuts):
             return None
         return cls(bucket, wire)
 
@@ -86,9 +81,9 @@ class RowTable:
         inside = tf.debugging.Assert(tf.reduce_all((indices >= 0) & (indices < rows)), [said])
 
         @tf.custom_gradient
-        def look_up(piece: Any) -> Any:
+        def look_up(table: Any) -> Any:
             with compat.stop_recording(), after(inside), how.recorded():
-                found, fetched = self._fetch(piece, tf.reshape(indices, [-1]), name)
+                found, fetched = self._fetch(table, tf.reshape(indices, [-1]), name)
 
             def backward(grad: Any) -> Any:
                 how.connected(self.variable)
@@ -100,64 +95,31 @@ class RowTable:
             found.set_shape([*indices.shape, *size])
             return found, backward
 
-        return look_up(self.bucket.pieces()[0])
+        (piece,) = self.bucket.stored
+        # A tape watches a variable that is read; the function is given its handle, as the value of
+        # all rows would be a copy.
+        piece.sparse_read(tf.zeros([0], tf.int32))
+        return look_up(piece.handle)
 
-    def _fetch(self, piece: Any, indices: Any, name: str) -> tuple[Any, _Fetched]:
-        wire, rank = self._wire, self._wire.rank
+    def _fetch(self, table: Any, indices: Any, name: str) -> tuple[Any, _Fetched]:
+        wire, dtype = self._wire, compat.stored_dtype(self.variable)
         wanted = tf.sort(tf.unique(indices).y)
         place = tf.searchsorted(wanted, indices)
-        stops = tf.searchsorted(wanted, tf.constant(self._stop, wanted.dtype))
+        ends = tf.constant([span.stop for span in self._spans], wanted.dtype)
+        stops = tf.searchsorted(wanted, ends)
         splits = stops - tf.concat([tf.zeros([1], stops.dtype), stops[:-1]], 0)
         asked, counts = wire.alltoall_rows(wanted, splits, f"{name}/indices")
-        asked = asked - tf.constant(self._first[rank], asked.dtype)
-        with after(asked):
-            rows = tf.gather(self._rows(piece, f"{name}/heads"), asked)
+        asked = asked - tf.constant(self._spans[wire.rank].start, asked.dtype)
+        rows = tf.raw_ops.ResourceGather(resource=table, indices=asked, dtype=dtype)
         got, _ = wire.alltoall_rows(rows, counts, f"{name}/rows")
         return tf.gather(got, place), _Fetched(place, wanted, splits, asked)
 
     def _send(self, grad: Any, fetched: _Fetched, name: str, weigh: Any) -> Any:
-        """This rank's part of the gradient's sum, from the gradients of the batch's rows."""
+        """This rank's part of the gradient's sum, as rows, from the gradients of the batch's."""
         count = tf.shape(fetched.wanted)[0]
         rows = weigh(tf.math.unsorted_segment_sum(grad, fetched.place, count))
         sent, _ = self._wire.alltoall_rows(rows, fetched.splits, f"{name}/gradients")
+        # A rank whose rows nobody wants would prune it, and the others wait.
         self._wire.keep(tf.zeros([1]) + tf.cast(tf.size(sent), tf.float32))
-        rank = self._wire.rank
-        own = self._stop[rank] - self._first[rank]
-        total = tf.math.unsorted_segment_sum(arrays.widen(sent), fetched.asked, own)
-        return self._split(tf.reshape(total, [-1]), f"{name}/tails")
-
-    # -- rows that lie on two ranks ---------------------------------------------------------------
-
-    def _rows(self, piece: Any, name: str) -> Any:
-        """This rank's rows, the last one completed by the next rank."""
-        rank = self._wire.rank
-        own = piece[self._heads[rank] :]
-        if any(self._heads):
-            heads = self._exchange(piece[: self._heads[rank]], name)
-            tail = self._tails[rank]
-            if tail:
-                owner = next(r for r in range(rank + 1, len(self._heads)) if self._heads[r])
-                own = tf.concat([own, heads[owner][:tail]], 0)
-        return tf.reshape(own, [self._stop[rank] - self._first[rank], self._width])
-
-    def _split(self, total: Any, name: str) -> Any:
-        """The gradient of this rank's elements, from that of its rows."""
-        if not any(self._heads):
-            return total
-        rank = self._wire.rank
-        tail, head = self._tails[rank], self._heads[rank]
-        kept = total[: total.shape[0] - tail]
-        tails = self._exchange(total[total.shape[0] - tail :], name)
-        if not head:
-            return kept
-        owner = next(r for r in reversed(range(rank)) if self._tails[r])
-        return tf.concat([tails[owner][:head], kept], 0)
-
-    def _exchange(self, part: Any, name: str) -> list[Any]:
-        """Every rank's part of a row, padded to a row."""
-        padded = tf.concat([part, tf.zeros([self._width - part.shape[0]], part.dtype)], 0)
-        lengths = [self._width] * self._wire.size
-        full = self._wire.allgather(self._wire.live(padded), lengths, name)
-        self._wire.keep(full)
-        bounds = itertools.pairwise(range(0, self._width * (self._wire.size + 1), self._width))
-        return [full[start:stop] for start, stop in bounds]
+        shape = [self._spans[self._wire.rank].length, self._width]
+        return tf.IndexedSlices(arrays.widen(sent), fetched.asked, tf.constant(shape, tf.int64))

@@ -11,9 +11,10 @@ from zerohvd.keras import compat
 from zerohvd.keras.communication.wire import Wire
 from zerohvd.keras.params.pieces import shard_of
 from zerohvd.keras.params.shards import specs_of
+from zerohvd.keras.stage3.drawing import Recipe, recipe_of
 from zerohvd.keras.stage3.placeholder import is_sharded
 from zerohvd.keras.stage3.planning import Plan
-from zerohvd.keras.stage3.rows import RowTable, is_large_table
+from zerohvd.keras.stage3.rows import RowTable, is_large_table, row_multiple
 from zerohvd.keras.stage3.storage import UnitBucket
 from zerohvd.keras.stage3.units import Unit, Units
 from zerohvd.layout import Layout
@@ -61,14 +62,24 @@ def shard_model(
     for unit in units.all[1:]:
         if is_large_table(unit.layer) and len(unit.buckets) == 1:
             unit.table = RowTable.of(unit.buckets[0], wire)
-    for bucket in units.buckets:
-        bucket.fill(units, broadcast=broadcast)
+    _fill(units, broadcast)
     _embody(model)
     for old in before.values():
         old.remove()
     units.install()
     frozen = [v for v in frozen if is_sharded(v)]
     return ShardedModel(units, tuple(trained), layout, tuple(frozen))
+
+
+def _fill(units: Units, broadcast: bool) -> None:
+    """Give every rank its parts of the first values."""
+    recipes = [[recipe_of(v) for v in bucket.variables] for bucket in units.buckets]
+    if broadcast and not units.is_alone():
+        # Ranks may have other seeds, and what has memory on one may be deferred on another.
+        said = units.wire.eager.broadcast_object(recipes, 0, name="zero/u/recipes")
+        recipes = [[r if r is None else Recipe(*r) for r in found] for found in said]
+    for bucket, found in zip(units.buckets, recipes, strict=True):
+        bucket.fill(units, found, broadcast=broadcast)
 
 
 def _choose_recomputed(units: Units, recompute: bool | Callable[[Any], bool]) -> None:
@@ -85,11 +96,17 @@ def _section(
 ) -> Layout:
     """Lay out variables so that buckets hold those of one unit, and tell the units."""
     home = plan.homes(variables)
+    size = units.wire.size
+    multiples = {
+        id(compat.own_weights(u.layer)[0]): row_multiple(u.layer, size)
+        for u in units.all[1:]
+        if is_large_table(u.layer)
+    }
     specs = [
-        dataclasses.replace(spec, group=home[id(v)][0])
+        dataclasses.replace(spec, group=home[id(v)][0], multiple=multiples.get(id(v), 1))
         for spec, v in zip(specs_of(variables, ()), variables, strict=True)
     ]
-    layout = lay_out(specs, partition, config, units.wire.size)
+    layout = lay_out(specs, partition, config, size)
     for bucket in layout.buckets:
         number = home[id(variables[bucket.slots[0].param])][1]
         if number is not None:

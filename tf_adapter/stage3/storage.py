@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +13,8 @@ from zerohvd.keras import compat
 from zerohvd.keras.communication.ordering import after
 from zerohvd.keras.communication.wire import Wire
 from zerohvd.keras.params import buffers
-from zerohvd.keras.params.pieces import shard_of
+from zerohvd.keras.params.pieces import shard_of, write_rows
+from zerohvd.keras.stage3.drawing import BLOCK, Recipe
 from zerohvd.keras.stage3.placeholder import Home, Shard, hide
 from zerohvd.layout import Bucket, Layout, Span
 
@@ -46,6 +48,8 @@ class UnitBucket:
         self._dtype = tf.as_dtype(reduce_dtype or bucket.dtype)
         # Its own references: a model may be sharded anew, and its variables store others then.
         self._pieces: list[tf.Variable] = []
+        # Elements of a row, of a table that is sharded by rows: pieces are 2-D then.
+        self.width = 0
         rank = wire.rank if layout.size > 1 else 0
         self._rank, self._start = rank, bucket.span(rank).start
         # What this rank owns of each slot, in the bucket; empty where it owns nothing.
@@ -69,51 +73,60 @@ class UnitBucket:
 
     # -- from whole variables to this rank's parts ------------------------------------------------
 
-    def fill(self, home: Home, *, broadcast: bool) -> None:
+    def fill(self, home: Home, recipes: Sequence[Recipe | None], *, broadcast: bool) -> None:
         """Take this rank's parts of the variables' values and free the rest. All ranks call it.
 
-        With `broadcast`, the first rank's values are everybody's.
+        Variables with a recipe are drawn. With `broadcast`, the others get the first rank's values.
         """
         keys = [_key(v) for v in self.variables]
-        shard = self._first_shard(broadcast)
-        for variable, name, slot, held, (key, native) in zip(
-            self.variables, self._names, self.bucket.slots, self._held, keys, strict=True
-        ):
-            span = held.shift(slot.param_start - slot.start) if held.length else Span(0, 0)
-            with tf.init_scope():
-                own = held.shift(-self._start)
-                first = shard[own.start : own.stop] if held.length else shard[:0]
-                if own != (0, shard.shape[0]):
-                    first = tf.identity(first)
-                piece = tf.Variable(first, name=variable.name, trainable=True)
-            self._pieces.append(piece)
-            hide(variable, Shard(name, span, piece, home, key, native))
+        spans = [self.spans_of(place)[self._rank] for place in range(len(self.variables))]
+        with tf.init_scope():
+            parts = self._first_parts(recipes, spans, broadcast)
+            for place, (variable, span) in enumerate(zip(self.variables, spans, strict=True)):
+                if place in parts:
+                    shape = [-1, self.width] if self.width else [-1]
+                    piece = tf.Variable(tf.reshape(parts.pop(place), shape), name=variable.name)
+                else:
+                    piece = _drawn(recipes[place], span, self.width, variable.name)
+                self._pieces.append(piece)
+                name = self._names[place]
+                hide(variable, Shard(name, span, piece, home, *keys[place], self.width))
 
-    def _first_shard(self, broadcast: bool) -> Any:
-        """This rank's shard of the variables' first values. All ranks call it."""
-        span = self.bucket.span(self._rank)
-        values = self._sharded_values()
-        if values is not None or not broadcast or self._wire.size == 1:
-            packed = self.pack(self._own_values() if values is None else values)
-            return tf.identity(packed[span.start : span.stop])
-        packed = None if self._wire.rank else self.pack(self._own_values())
-        # In parts: only the first rank ever holds the bucket whole.
-        parts = [tf.zeros([0], self.bucket.dtype)]
-        for start in range(0, self.bucket.padded, _BROADCAST):
-            part = Span(start, min(start + _BROADCAST, self.bucket.padded))
-            sent = tf.zeros([part.length], self.bucket.dtype)
+    def _first_parts(
+        self, recipes: Sequence[Recipe | None], spans: Sequence[Span], broadcast: bool
+    ) -> dict[int, Any]:
+        """This rank's parts, 1-D, of the variables that are not drawn, by their place."""
+        known = self._sharded_values()
+        if known is not None:
+            return {i: _part(value, spans[i]) for i, value in enumerate(known)}
+        places = [i for i, recipe in enumerate(recipes) if recipe is None]
+        if not broadcast or self._wire.size == 1:
+            return {i: _part(compat.first_value(self.variables[i]), spans[i]) for i in places}
+        return self._broadcast(places, spans)
+
+    def _broadcast(self, places: Sequence[int], spans: Sequence[Span]) -> dict[int, Any]:
+        """This rank's parts of the first rank's values. Only the first rank ever holds them whole:
+        they are sent in blocks."""
+        values, first = [], self._wire.rank == 0
+        if first:
+            values = [tf.reshape(compat.first_value(self.variables[i]), [-1]) for i in places]
+        packed = values[0] if len(values) == 1 else tf.concat(values, 0) if values else None
+        values.clear()
+        starts = [0, *itertools.accumulate(self.bucket.slots[i].length for i in places)]
+        found: dict[int, list[Any]] = {i: [tf.zeros([0], self.bucket.dtype)] for i in places}
+        for start in range(0, starts[-1], _BROADCAST):
+            block = Span(start, min(start + _BROADCAST, starts[-1]))
+            sent = tf.zeros([block.length], self.bucket.dtype)
             if packed is not None:
-                sent = tf.identity(packed[part.start : part.stop])
+                sent = tf.identity(packed[block.start : block.stop])
             name = f"{self._wire.prefix}/u/init/{start}/{self.name}"
             got = self._wire.eager.broadcast(sent, 0, name=name)
-            own = part.intersect(span)
-            if own.length and packed is None:
-                parts.append(got[own.start - part.start : own.stop - part.start])
-        # A copy: a slice would keep the bucket alive.
-        return tf.concat(parts, 0) if packed is None else packed[span.start : span.stop] + 0
-
-    def _own_values(self) -> list[Any]:
-        return [compat.first_value(variable) for variable in self.variables]
+            for place, offset in zip(places, starts, strict=False):
+                own = block.intersect(spans[place].shift(offset)).shift(-block.start)
+                if own.length:
+                    found[place].append(got[own.start : own.stop])
+        # A copy: a slice would keep the block alive.
+        return {place: tf.concat(parts, 0) for place, parts in found.items()}
 
     def _sharded_values(self) -> list[Any] | None:
         """The values of variables that have been sharded before, in another way; None: they have
@@ -134,7 +147,7 @@ class UnitBucket:
     def put(self, packed: Any) -> list[Any]:
         """Store this rank's parts of a whole bucket; returns operations to wait for."""
         return [
-            piece.assign(packed[held.start : held.stop], read_value=False)
+            piece.assign(tf.reshape(packed[held.start : held.stop], piece.shape), read_value=False)
             for piece, held in zip(self._pieces, self._held, strict=True)
         ]
 
@@ -149,8 +162,14 @@ class UnitBucket:
     # -- collectives ------------------------------------------------------------------------------
 
     def pieces(self) -> list[Any]:
-        """This rank's parts, as tensors that gradients can be taken of."""
-        return [tf.convert_to_tensor(piece) for piece in self._pieces]
+        """This rank's parts, 1-D, as tensors that gradients can be taken of."""
+        flat = tf.reshape if self.width else lambda piece, _: tf.convert_to_tensor(piece)
+        return [flat(piece, [-1]) for piece in self._pieces]
+
+    @property
+    def stored(self) -> list[tf.Variable]:
+        """What stores this rank's parts."""
+        return list(self._pieces)
 
     def gather(self, pieces: Sequence[Any], name: str, wait_for: Sequence[Any]) -> list[Any]:
         """The whole variables, from all ranks' pieces; it starts after `wait_for`."""
@@ -191,6 +210,27 @@ class UnitBucket:
     def op_name(self, name: str) -> str:
         """The name of a collective on the bucket, with that of its first variable."""
         return name + "/" + "".join(c if c.isalnum() or c in "._-" else "." for c in self.name)
+
+
+def _part(value: Any, span: Span) -> Any:
+    """A range of a value, 1-D: a copy, as a slice would keep all of it alive."""
+    flat = tf.reshape(value, [-1])
+    return flat if span == (0, flat.shape[0]) else tf.concat([flat[span.start : span.stop]], 0) + 0
+
+
+def _drawn(recipe: Recipe | None, span: Span, width: int, name: str) -> tf.Variable:
+    """A variable that holds a range of what the recipe draws; `width`: as rows of a table."""
+    assert recipe is not None
+    block = BLOCK // width * width if 0 < width <= BLOCK else width or BLOCK
+    stops = [*range(span.start + block, span.stop, block), span.stop]
+    blocks = [Span(a, b) for a, b in zip([span.start, *stops], stops, strict=False)]
+    if not width:
+            return tf.Variable(tf.concat([recipe.draw(b) for b in blocks], 0), name=name)
+    piece = tf.Variable(tf.zeros([span.length // width, width], recipe.dtype), name=name)
+    for b in blocks if span.length else ():
+        rows = tf.range((b.start - span.start) // width, (b.stop - span.start) // width)
+        write_rows(piece, rows, recipe.draw(b))
+    return piece
 
 
 def _key(variable: Any) -> tuple[str, str]:

@@ -5,10 +5,11 @@ The runtime of a graph starts whatever it can at once; the graph itself must bou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from zerohvd.config import MIB, ZeroConfig
-from zerohvd.layout import Layout, ParamSpec, Piece, build_layout
+from zerohvd.layout import Layout, ParamSpec, Piece, build_layout, round_up
 
 # glibc returns larger blocks to the system when they are freed: every step would take a page fault
 # per page. A collective on 64 MiB was measured six times slower than four on 16 MiB.
@@ -20,6 +21,12 @@ _NO_CHUNKS = 1 << 62
 # Below the least size, the overhead per operation would exceed the operation.
 _PARTS = 8
 _LEAST_PART_BYTES = 64 * 1024
+
+# At stage 3 a rank never holds a whole variable, and the operations of many small updates take more
+# memory than they save: tens of KiB each. A table may be of any size: tracing thousands of updates
+# would take minutes.
+_PARTS_OF_UNITS = 2
+_MOST_PARTS = 64
 
 # A graph would hold copies of all gradients in flight. At most so many buckets are in flight at a
 # time, and only one until the gradients of so many buckets have been freed, which makes room.
@@ -59,8 +66,19 @@ def updated_pieces(layout: Layout, rank: int, config: ZeroConfig) -> list[Piece]
     if not shared or layout.partition != "flat":
         return owned
     # In float32. They start at multiples of 64 bytes, where slices need no copy.
-    length = max(_LEAST_PART_BYTES, config.bucket_bytes // _PARTS) // 64 * 16
-    return [part for piece in owned for part in piece.parts(length)]
+    count = _PARTS_OF_UNITS if config.stage == 3 else _PARTS
+    length = max(_LEAST_PART_BYTES, config.bucket_bytes // count) // 64 * 16
+    return [
+        part
+        for piece in owned
+        for part in piece.parts(_part_length(piece, length, layout.params[piece.param], config))
+    ]
+
+
+def _part_length(piece: Piece, length: int, spec: ParamSpec, config: ZeroConfig) -> int:
+    if config.stage == 3:
+        length = max(length, -(-piece.param_span.length // _MOST_PARTS))
+    return round_up(length, math.lcm(16, spec.multiple))
 
 
 def buckets_alone(layout: Layout) -> int:
