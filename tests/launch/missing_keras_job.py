@@ -18,7 +18,10 @@ hvd.init()
 bad = hvd.rank() == hvd.size() - 1
 keras.utils.set_random_seed(1)
 model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(1)])
-opt = zero.DistributedOptimizer(keras.optimizers.Adam(), stage=stage)
+if stage == 3:
+    model, opt = zero.zeroify(model, keras.optimizers.Adam(), stage=3, persist_below=0)
+else:
+    opt = zero.DistributedOptimizer(keras.optimizers.Adam(), stage=stage)
 model.compile(optimizer=opt, loss="mse")
 x, y = np.ones((32, 4), "f"), np.ones((32, 1), "f")
 
@@ -67,6 +70,27 @@ def act():
         if bad:
             model.evaluate(x, y, verbose=0)
             stay_away()
+        model.fit(x, y, batch_size=8, verbose=0)
+    elif how == "predicts":  # while the others do nothing at all
+        if not bad:
+            model.predict(x, verbose=0)
+        stay_away()
+    elif how == "alone":  # and every rank is told at once
+        model.fit(x, y, batch_size=8, verbose=0)
+        for mistake in (
+            lambda: model.evaluate(x[:8], y[:8], verbose=0) if bad else model.predict(x[:8]),
+            lambda: model.evaluate(x, y, verbose=0) if bad else model.fit(x, y, verbose=0),
+            lambda: model.evaluate(x[: 8 if bad else 16], y[: 8 if bad else 16], 8, verbose=0),
+        ):
+            try:
+                mistake()
+            except zero.DisagreementError as error:
+                print(f"at once: {error}", flush=True)
+        for call in (model.get_weights, lambda: model.save(folder / "m.keras")):
+            try:
+                call()
+            except zero.ShardedStateError as error:
+                print(f"at once: {error}", flush=True)
         model.fit(x, y, batch_size=8, verbose=0)
     elif how == "own loop":
         for _ in range(2 if bad else 3):

@@ -53,6 +53,7 @@ def test_of_three_torch_ranks_both_that_wait_say_so(tmp_path):
         ("elsewhere", 1, "the gradients of 'sequential.dense_1.bias'"),
         ("evaluates", 0, "in model.fit()"),
         ("own loop", 2, ""),
+        ("predicts", 3, "in model.predict()"),
     ],
 )
 def test_keras_waits_for_a_limited_time(how, stage, what, tmp_path):
@@ -76,3 +77,17 @@ def test_keras_ranks_with_other_numbers_of_steps_are_told_at_once(tmp_path):
     for rank, words in ((0, "trains while another rank"), (1, "has ended an epoch")):
         said = re.search(told.format(rank, rank, words), result.stdout, re.MULTILINE)
         assert said is not None, result.explain()
+
+
+def test_a_rank_that_evaluates_predicts_or_saves_alone_at_stage_3_is_told_at_once(tmp_path):
+    result = run("missing_keras_job.py", 2, "alone", 3, tmp_path)
+    said = re.findall(r"at once: (.*)", result.stdout)
+    assert len(said) == 10, result.explain()
+    for words in (
+        "rank 0 model.predict() at stage 3, rank 1 model.evaluate() at stage 3",
+        "model.evaluate() would run a different number of batches per epoch: 2 on rank 0, 1 on",
+    ):
+        assert sum(words in line for line in said) == 2, said
+    assert sum("rank 0 model.fit()" in line for line in said) == 2, said
+    assert sum("is sharded over the ranks" in line for line in said) == 2, said
+    assert sum("zero.save_model(model, path) on all ranks" in line for line in said) == 2, said

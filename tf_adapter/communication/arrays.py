@@ -6,6 +6,7 @@ Works eagerly and, where the shapes are static, inside a tf.function.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,8 +58,46 @@ def widen(x: Any) -> Any:
     return float32(x) if x.dtype in NARROW else x
 
 
+# Per graph: constants that shapes and slices are made of.
+_constants: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
+
+
+def numbers(values: Sequence[int]) -> Any:
+    """A constant vector, one per graph: the operations of a large model are cut by the same numbers
+    again and again, and each takes memory."""
+    if tf.executing_eagerly():
+        return tf.constant(values, tf.int32)
+    known = _constants.setdefault(tf.compat.v1.get_default_graph(), {})
+    key = tuple(values)
+    if key not in known:
+        with tf.control_dependencies(None):
+            known[key] = tf.constant(key, tf.int32, shape=[len(key)])
+    return known[key]
+
+
+def cut(x: Any, start: int, stop: int) -> Any:
+    """A slice of a 1-D tensor of known length; no operation if that is all of it."""
+    if (start, stop) == (0, x.shape[0]):
+        return x
+    if start == stop:
+        return x[:0]  # it may lie behind the end
+    out = tf.slice(x, numbers([start]), numbers([stop - start]))
+    out.set_shape([stop - start])
+    return out
+
+
+def reshape(x: Any, shape: Sequence[int]) -> Any:
+    """`x` in a known shape; no operation if it has that."""
+    shape = tuple(shape)
+    if x.shape.is_fully_defined() and tuple(x.shape) == shape:
+        return tf.convert_to_tensor(x)
+    out = tf.reshape(x, numbers(shape))
+    out.set_shape(shape)
+    return out
+
+
 def flatten(x: Any) -> Any:
-    return tf.reshape(x, [-1])
+    return reshape(x, [numel(x)]) if x.shape.is_fully_defined() else tf.reshape(x, [-1])
 
 
 def reshape_like(x: Any, like: Any) -> Any:

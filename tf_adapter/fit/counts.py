@@ -22,6 +22,12 @@ class Planned(NamedTuple):
     epochs: int = _UNKNOWN
 
 
+def _instead(call: str) -> str:
+    if call == "model.fit()":
+        return "fit(zero.shard_dataset(dataset), ...) or by the same steps_per_epoch and epochs"
+    return "data of the same length on all ranks, or the same steps="
+
+
 def planned(given: Mapping[str, Any]) -> Planned:
     """What `fit` will do with these arguments."""
     epochs = (given.get("epochs") or 1) - (given.get("initial_epoch") or 0)
@@ -30,7 +36,7 @@ def planned(given: Mapping[str, Any]) -> Planned:
 
 def _batches(given: Mapping[str, Any]) -> int:
     """Batches per epoch."""
-    x, steps = given.get("x"), given.get("steps_per_epoch")
+    x, steps = given.get("x"), given.get("steps_per_epoch", given.get("steps"))
     if steps is not None:
         return int(steps)
     if isinstance(x, tf.data.Dataset):
@@ -45,15 +51,15 @@ def _batches(given: Mapping[str, Any]) -> int:
     return math.ceil(rows / (given.get("batch_size") or _KERAS_BATCH))
 
 
-def different(plans: Sequence[Planned]) -> DisagreementError | None:
+def different(plans: Sequence[Planned], call: str) -> DisagreementError | None:
     """The error for ranks that will take these numbers of steps; None if they agree."""
     for number, what in enumerate(("batches per epoch", "epochs")):
         known = {rank: p[number] for rank, p in enumerate(plans) if p[number] != _UNKNOWN}
         if len(set(known.values())) > 1:
             said = ", ".join(f"{count} on rank {rank}" for rank, count in known.items())
             return DisagreementError(
-                f"model.fit() would run a different number of {what}: {said}. The ranks that end "
+                f"{call} would run a different number of {what}: {said}. The ranks that end "
                 "first would leave the others waiting: give all of them as many, by "
-                "fit(zero.shard_dataset(dataset), ...) or by the same steps_per_epoch and epochs"
+                f"{_instead(call)}"
             )
     return None

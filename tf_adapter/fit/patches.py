@@ -15,6 +15,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import keras
 
+from zerohvd import limits
 from zerohvd.errors import ShardedStateError
 from zerohvd.keras import compat
 from zerohvd.keras.fit import evaluating, foreign, reading, uneven
@@ -49,6 +50,7 @@ def install() -> None:
         ("fit", _wrapper(functools.partial(uneven.run, "train_step"))),
         ("evaluate", _wrapper(functools.partial(uneven.run, "test_step"))),
         ("evaluate", _wrapper(evaluating.run)),
+        ("predict", _wrapper(uneven.predict)),
         # Traced once: later calls need their own weight.
         ("train_on_batch", functools.partial(weighting.holding, in_loss=uneven.steps_plainly)),
     ):
@@ -170,7 +172,7 @@ def _quiet(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         names = list(inspect.signature(original).parameters)
         if names.index("verbose") > len(args):
             kwargs["verbose"] = verbose()
-    with explained():
+    with limits.during(f"model.{original.__name__}()"), explained():
         return original(self, *args, **kwargs)
 
 

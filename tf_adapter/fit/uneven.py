@@ -93,8 +93,10 @@ def run(step: str, original: Callable[..., Any], model: Any, *args: Any, **kwarg
         counted = parts is not None and not parts.even
         call = Call.FIT_COUNTED if counted else Call.FIT
         _compare(optimizer, call, counts.planned(given))
-    # One rank alone may evaluate, but not validate in `fit`, nor ask for what all ranks have.
+    # One rank alone may evaluate (below stage 3), but not validate in `fit`, nor ask for what all ranks have.
     together = trains or is_fitting(model) or bool(averaging(given))
+    if not trains:
+        _come_together(Call.EVALUATE, model, given)
     if parts is None or (parts.even and not together):
         return original(model, *args, **kwargs)
     _fitting.append(model if trains else None)
@@ -103,6 +105,20 @@ def run(step: str, original: Callable[..., Any], model: Any, *args: Any, **kwarg
             return original(model, *args, **kwargs)
     finally:
         _fitting.pop()
+
+
+def predict(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run `predict`; at stage 3 all ranks must."""
+    given = inspect.signature(original).bind_partial(model, *args, **kwargs).arguments
+    _come_together(Call.PREDICT, model, given)
+    return original(model, *args, **kwargs)
+
+
+def _come_together(call: Call, model: Any, given: Any) -> None:
+    """At stage 3 the layers' variables come from all ranks: raise on those that came alone."""
+    for optimizer in optimizers_of(model):
+        if optimizer.sharded is not None and optimizer.step is not None:
+            _compare(optimizer, call, counts.planned(given))
 
 
 # Where a model keeps the name of the first collective of its steps, if a loss begins with one.
@@ -119,7 +135,8 @@ def _compare(optimizer: Any, call: Call, mine: counts.Planned) -> None:
         heard = entry.meet_first(optimizer.process_set, mine)
     else:
         heard = entry.meet(optimizer.step, call, mine)
-    difference = counts.different([counts.Planned(*numbers) for numbers in heard])
+    said = call.said.partition(" on ")[0].partition(" at ")[0]
+    difference = counts.different([counts.Planned(*numbers) for numbers in heard], said)
     if difference is not None:
         raise difference
 

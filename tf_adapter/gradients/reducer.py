@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from zerohvd.keras.communication import arrays
 from zerohvd.keras.communication.ordering import Window, after
 from zerohvd.keras.gradients import sparse
 from zerohvd.keras.params import buffers
@@ -190,7 +191,7 @@ class Reduction:
         else:
             found = self._dense(bucket, grads, owned, mean)
         return [
-            None if self.given(piece.piece.param) is False else tf.reshape(grad, piece.shape)
+            None if self.given(piece.piece.param) is False else arrays.reshape(grad, piece.shape)
             for piece, grad in zip(pieces, found, strict=True)
         ]
 
@@ -204,7 +205,7 @@ class Reduction:
         if self.given(piece.piece.param) is False:
             return None
         mean = self._mean(self._own_part(piece, self.grads), piece.dtype)
-        return tf.reshape(mean, piece.shape)
+        return arrays.reshape(mean, piece.shape)
 
     def _expects_rows(self, bucket: Bucket, spec: ParamSpec, grad: Any) -> bool:
         """Whether this rank lacks a gradient that others may send as rows."""

@@ -52,7 +52,7 @@ def meet(step: ShardedStep, call: Call, numbers: Sequence[int] = ()) -> list[lis
 
     # Of one length in every call: ranks that make different ones meet here.
     said = tf.constant([[int(call), *numbers, *[0] * (_NUMBERS - len(numbers))]], tf.int64)
-    said_as = call.said.partition(" on ")[0]
+    said_as = call.said.partition(" on ")[0].partition(" at ")[0]
     with limits.during(said_as), explained(another_trains(wire.rank, call)):
         # Traced by hand: TensorFlow warns of functions that are traced again and again.
         heard = compare.get_concrete_function(said)(said).numpy().tolist()

@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from zerohvd.keras.communication import arrays
 from zerohvd.layout import Bucket, Layout, Span
 
 
@@ -40,7 +41,7 @@ def pack_shard(bucket: Bucket, rank: int, values: Sequence[Any], spans: Sequence
 
 def cut(x: Any, span: Span) -> Any:
     """A slice of a 1-D tensor; no operation if that is all of it."""
-    return x if span == (0, x.shape[0]) else x[span.start : span.stop]
+    return arrays.cut(x, span.start, span.stop)
 
 
 def _fill(parts: Sequence[Any], spans: Sequence[Span], length: int, dtype: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from zerohvd.config import ZeroConfig
+from zerohvd.keras.communication import arrays
 from zerohvd.keras.compat import stored_dtype, variable_key
 from zerohvd.keras.params import buffers
 from zerohvd.layout import Layout, ParamSpec, Piece
@@ -128,7 +129,7 @@ class PieceVariable:
         native = tf.convert_to_tensor(tf_variable(self.variable))
         if shard is not None:
             span = self.piece.param_span.shift(-shard.span.start)
-            return tf.reshape(buffers.cut(native, span), self.shape)
+            return arrays.reshape(buffers.cut(native, span), self.shape)
         if self.whole:
             return native
         return buffers.cut(tf.reshape(native, [-1]), self.piece.param_span)
@@ -163,7 +164,7 @@ class PieceVariable:
     # -- what an optimizer calls on a variable ----------------------------------------------------
 
     def assign(self, value: Any, *_: Any, **__: Any) -> PieceVariable:
-        self._held = tf.reshape(tf.cast(value, self.dtype), self.shape)
+        self._held = arrays.reshape(tf.cast(value, self.dtype), self.shape)
         return self
 
     def assign_add(self, value: Any, *_: Any, **__: Any) -> PieceVariable:

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from zerohvd.keras.communication import arrays
 from zerohvd.keras.communication.ordering import after
 from zerohvd.keras.communication.wire import Wire
 from zerohvd.keras.params import buffers
@@ -84,7 +85,7 @@ class ShardedVariables:
             if shard_of(piece.variable).width:
                 done.append(write_rows(self.natives[piece.piece.param], piece.rows, value))
                 continue
-            parts.setdefault(piece.piece.param, []).append(tf.reshape(value, [-1]))
+            parts.setdefault(piece.piece.param, []).append(arrays.flatten(value))
         for param, flats in parts.items():
             native = self.natives[param]
             flat = flats[0] if len(flats) == 1 else tf.concat(flats, 0)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from zerohvd.keras import compat
+from zerohvd.keras.communication import arrays
 from zerohvd.keras.communication.ordering import after
 from zerohvd.keras.communication.wire import Wire
 from zerohvd.keras.params import buffers
@@ -185,7 +185,7 @@ class UnitBucket:
                 shard = self._wire.live(shard)
         full = self._wire.allgather(shard, self.bucket.lengths, self.op_name(name))
         return [
-            tf.reshape(buffers.cut(full, slot.span), variable.shape)
+            arrays.reshape(buffers.cut(full, slot.span), variable.shape)
             for slot, variable in zip(self.bucket.slots, self.variables, strict=True)
         ]
 
@@ -195,8 +195,8 @@ class UnitBucket:
         """This rank's parts of the sum over the ranks of the variables' gradients."""
         # TensorFlow may not know the shape of a gradient, as of an einsum on an unknown batch.
         flats = {
-            slot.param: tf.reshape(tf.convert_to_tensor(grad), [math.prod(variable.shape)])
-            for slot, variable, grad in zip(self.bucket.slots, self.variables, grads, strict=True)
+            slot.param: arrays.reshape(tf.convert_to_tensor(grad), [slot.length])
+            for slot, grad in zip(self.bucket.slots, grads, strict=True)
             if grad is not None
         }
         packed = weigh(buffers.pack(self.bucket, flats, self._dtype))
@@ -205,7 +205,7 @@ class UnitBucket:
         reduced = self._wire.reducescatter(packed, self.bucket.lengths, self.op_name(name))
         # A rank that owns nothing here would prune it, and the others wait.
         self._wire.keep(reduced)
-        return [reduced[h.start - self._start : h.stop - self._start] for h in self._held]
+        return [buffers.cut(reduced, held.shift(-self._start)) for held in self._held]
 
     def op_name(self, name: str) -> str:
         """The name of a collective on the bucket, with that of its first variable."""

@@ -41,6 +41,8 @@ class Call(enum.IntEnum):
     NORM = 9
     GATHERED = 10
     EPOCH = 11
+    EVALUATE = 12
+    PREDICT = 13
 
     @property
     def said(self) -> str:
@@ -60,6 +62,8 @@ _SAID = {
     Call.NORM: "grad_norm(), or the norm of a param.grad",
     Call.GATHERED: "zero.gathered()",
     Call.EPOCH: "the end of an epoch of model.fit()",
+    Call.EVALUATE: "model.evaluate() at stage 3",
+    Call.PREDICT: "model.predict() at stage 3",
 }
 TOGETHER = "All ranks make these calls together: do not put one behind `if hvd.rank() == 0`"
 NO_LEAVING = (
@@ -244,8 +248,9 @@ def another_trains(rank: int, call: Call) -> DisagreementError:
 def others_called(rank: int) -> DisagreementError:
     """The error for a rank that trains while another one made some other call."""
     return DisagreementError(
-        f"rank {rank} trains while another rank called zero.save(), zero.load() or model.fit(), or "
-        f"has ended its epoch. {TOGETHER}{SAME_DATA}. {SAME_END}"
+        f"rank {rank} trains while another rank called zero.save(), zero.load(), model.fit() or, at "
+        "stage 3, model.evaluate() or model.predict(), or has ended its epoch. "
+        f"{TOGETHER}{SAME_DATA}. {SAME_END}"
     )
 
 
