@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 TF_NUM_INTRAOP_THREADS=1 \\
     python -m zerohvd.launching mpirun -np 2 --bind-to none python benchmarks/keras_stage3.py
 
-A transformer of 12 blocks under Adam. TensorFlow's own log of every tensor that a step allocates and
-frees is the witness of what is gathered; see keras_memory.py. It has no line for what is allocated
-outside of a graph, as first values are: variables are counted by their shapes.
+A transformer of 12 blocks under Adam. TensorFlow's own log of every tensor that a step allocates
+and frees is the witness of what is gathered; see keras_memory.py. It has no line for what is
+allocated outside of a graph, as first values are: variables are counted by their shapes.
 """
 
 import argparse

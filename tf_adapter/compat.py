@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow import random as backend_random
 from keras.src.backend.common import global_state, masking, stateless_scope, symbolic_scope
+from keras.src.backend.tensorflow import random as backend_random
 from keras.src.initializers import random_initializers
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.losses import loss as loss_module

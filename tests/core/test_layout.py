@@ -363,3 +363,17 @@ def test_a_piece_is_cut_into_parts_and_joined_again(layout, length):
         assert [i for p in parts for i in range(*p.param_span)] == list(range(*piece.param_span))
         assert all(p.param_span.length == p.bucket_span.length <= length for p in parts)
         assert parts[0].joined(parts[-1]) == piece
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("width", [1, 7, 256])
+def test_a_table_is_cut_at_its_rows(size, width):
+    table = ParamSpec("table", (1001, width), group="table", multiple=width)
+    layout = build_layout([ParamSpec("w", (5,)), table], size, chunk_bytes=1 << 40)
+    (bucket,) = [b for b in layout.buckets if layout.params[b.slots[0].param] is table]
+    cuts = [c for r in range(size) for c in bucket.span(r).intersect(bucket.slots[0].span)]
+    assert all(c % width == 0 or c >= table.numel for c in cuts)
+    assert bucket.padding < size * 16 * width
+    plain = build_layout([ParamSpec("w", (5,)), ParamSpec("table", (1001, width), group="table")],
+                         size, chunk_bytes=1 << 40)
+    assert width == 1 or plain.fingerprint() != layout.fingerprint()

@@ -52,11 +52,12 @@ class Plan:
         return plan_units(self.tree, options, base=keras.layers.Layer, noun="layer")
 
     def _with_tables(self, options: UnitOptions) -> UnitOptions:
-        """Large embedding tables are units of their own, unless they are part of one."""
+        """Large embedding tables are units of their own, inside of another one too: it would gather
+        them whole."""
         found = [unit.module for unit in self._plan(options).units[1:]]
-        inside = {id(layer) for unit in found for layer in compat.all_layers(unit)}
         nodes = [n for n in self.tree.walk() if n.can_be_unit and is_large_table(n.module)]
-        tables = [n.module for n in nodes if id(n.module) not in inside]
+        chosen = {id(unit) for unit in found}
+        tables = [n.module for n in nodes if id(n.module) not in chosen]
         if not tables:
             return options
         return dataclasses.replace(options, units=[*found, *tables])

@@ -439,11 +439,15 @@ def test_gradients_of_gradients_need_recompute_off():
         gradient_penalty(model, x)
 
 
-@pytest.mark.parametrize("width", [7, 16])
-def test_a_large_embedding_is_sharded_by_rows_and_never_gathered(monkeypatch, width):
+@pytest.fixture
+def small_tables(monkeypatch):
+    """Tables of a few rows are sharded by rows."""
     monkeypatch.setattr(rows, "ROWS_FROM_BYTES", 1000)
     monkeypatch.setattr(rows, "MOST_PADDING", 1.0)
 
+
+@pytest.mark.parametrize("width", [7, 16])
+def test_a_large_embedding_is_sharded_by_rows_and_never_gathered(small_tables, width):
     def make():
         return on((8,), lambda: layers.Embedding(101, width), layers.Flatten, dtype="int32")()
 
@@ -454,3 +458,80 @@ def test_a_large_embedding_is_sharded_by_rows_and_never_gathered(monkeypatch, wi
     assert [u.table is not None for u in units.all[1:]].count(True) == 1
     moved = zero.communication_report(model.optimizer)
     assert world.SIZE == 1 or moved["alltoall"].bytes < 101 * width * 4
+
+
+TABLES = {
+    "adam": {"optimizer": lambda: keras.optimizers.Adam(0.01, clipvalue=0.01)},
+    "accumulation": {"optimizer": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)},
+    "norm": {"optimizer": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.01)},
+    "ema": {"optimizer": lambda: keras.optimizers.SGD(0.1, use_ema=True)},
+    "lamb": {"optimizer": lambda: keras.optimizers.Lamb(0.01)},
+    "eager": {"optimizer": sgd, "run_eagerly": True},
+}
+
+
+class Tokens(layers.Layer):
+    """A table inside of a layer that would be a unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.place = layers.Embedding(211, 5), layers.Embedding(8, 5)
+
+    def build(self, shape):
+        self.table.build(shape)
+        self.place.build(shape)
+
+    def call(self, x):
+        return self.table(x) + self.place(ops.arange(8))
+
+    def compute_output_shape(self, shape):
+        return (*shape, 5)
+
+
+@pytest.mark.parametrize("case", world.few(TABLES, "adam eager"))
+def test_a_table_is_updated_as_plain_keras_updates_it(small_tables, case):
+    # No token twice in a batch: plain Keras squares the gradients of a row one by one.
+    batch = stage3.PER_RANK * world.SIZE
+    x = np.concatenate([_rng.permutation(211)[: batch * 8].reshape(batch, 8) for _ in range(4)])
+    make = on((8,), Tokens, layers.Flatten, dtype="int32")
+    model = stage3.compare(make, x.astype("int32"), TARGETS, mse, persist_below=0, **TABLES[case])
+    units = {type(u.layer).__name__: u for u in model.optimizer.sharded.units.all}
+    assert units["Embedding"].table is not None
+
+
+class Structured(layers.Layer):
+    """Takes and gives dictionaries, tuples and None."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = layers.Dense(6), layers.Dense(6)
+
+    def build(self, shape):
+        self.first.build((None, 6))
+        self.second.build((None, 6))
+
+    def call(self, given, scale=None, how=None):
+        h = given["h"]
+        return {"h": self.first(h) * scale, "more": (self.second(h), None)}
+
+
+class StructuredModel(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.inner = [Structured() for _ in range(2)]
+        self.last = layers.Dense(2)
+
+    def call(self, x):
+        h, total = x[:, 0], 0.0
+        for layer in self.inner:
+            found = layer({"h": h}, scale=1.0 + ops.sum(x * x, axis=(1, 2))[:, None], how=("a", 1))
+            h, total = found["h"], total + found["more"][0]
+        return self.last(h / 100.0 + total)
+
+
+@world.at_two_ranks
+def test_layers_may_take_and_give_structures():
+    make = called(StructuredModel, SEQUENCES[:1])
+    slow = lambda: keras.optimizers.SGD(1e-3)  # noqa: E731
+    model = stage3.compare(make, SEQUENCES, TARGETS, mse, slow, persist_below=0)
+    assert len(model.optimizer.sharded.units.all) == 3
