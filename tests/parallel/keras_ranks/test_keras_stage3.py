@@ -112,13 +112,14 @@ def test_dropout_has_the_same_mask_when_backward_recomputes(eager):
 
 @world.at_two_ranks
 def test_float64_is_that_of_plain_keras_to_the_last_digits():
-    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
     try:
         expected = train_on_same(stage3.transformer(dropout=0.2), stage3.adamw())
         model, opt = zero.zeroify(stage3.transformer(dropout=0.2), stage3.adamw(), stage=3)
+        assert {v.dtype for v in model.trainable_variables} == {"float64"}
         got = train_on_same(model, opt)
     finally:
-        keras.config.set_floatx("float32")
+        keras.config.set_dtype_policy("float32")
     np.testing.assert_allclose(got, expected, rtol=1e-7, atol=1e-7)
 
 

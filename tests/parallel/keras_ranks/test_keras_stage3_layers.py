@@ -457,7 +457,7 @@ def test_a_large_embedding_is_sharded_by_rows_and_never_gathered(small_tables, w
     units = model.optimizer.sharded.units
     assert [u.table is not None for u in units.all[1:]].count(True) == 1
     moved = zero.communication_report(model.optimizer)
-    assert world.SIZE == 1 or moved["alltoall"].bytes < 101 * width * 4
+    assert world.SIZE == 1 or moved["alltoall"].bytes < 101 * width * 4, moved
 
 
 TABLES = {
@@ -524,14 +524,13 @@ class StructuredModel(keras.Model):
     def call(self, x):
         h, total = x[:, 0], 0.0
         for layer in self.inner:
-            found = layer({"h": h}, scale=1.0 + ops.sum(x * x, axis=(1, 2))[:, None], how=("a", 1))
+            found = layer({"h": h}, scale=1.0 + ops.mean(x, axis=(1, 2))[:, None], how=("a", 1))
             h, total = found["h"], total + found["more"][0]
-        return self.last(h / 100.0 + total)
+        return self.last(h + total)
 
 
 @world.at_two_ranks
 def test_layers_may_take_and_give_structures():
     make = called(StructuredModel, SEQUENCES[:1])
-    slow = lambda: keras.optimizers.SGD(1e-3)  # noqa: E731
-    model = stage3.compare(make, SEQUENCES, TARGETS, mse, slow, persist_below=0)
+    model = stage3.compare(make, SEQUENCES, TARGETS, mse, sgd, persist_below=0)
     assert len(model.optimizer.sharded.units.all) == 3
