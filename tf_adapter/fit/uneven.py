@@ -93,7 +93,8 @@ def run(step: str, original: Callable[..., Any], model: Any, *args: Any, **kwarg
         counted = parts is not None and not parts.even
         call = Call.FIT_COUNTED if counted else Call.FIT
         _compare(optimizer, call, counts.planned(given))
-    # One rank alone may evaluate (below stage 3), but not validate in `fit`, nor ask for what all ranks have.
+    # One rank alone may evaluate below stage 3, but not validate in `fit`, nor ask for what all
+    # ranks have.
     together = trains or is_fitting(model) or bool(averaging(given))
     if not trains:
         _come_together(Call.EVALUATE, model, given)

@@ -248,8 +248,8 @@ def another_trains(rank: int, call: Call) -> DisagreementError:
 def others_called(rank: int) -> DisagreementError:
     """The error for a rank that trains while another one made some other call."""
     return DisagreementError(
-        f"rank {rank} trains while another rank called zero.save(), zero.load(), model.fit() or, at "
-        "stage 3, model.evaluate() or model.predict(), or has ended its epoch. "
+        f"rank {rank} trains while another rank called zero.save(), zero.load(), model.fit() or, "
+        "at stage 3, model.evaluate() or model.predict(), or has ended its epoch. "
         f"{TOGETHER}{SAME_DATA}. {SAME_END}"
     )
 
