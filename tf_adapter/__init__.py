@@ -55,8 +55,8 @@ from zerohvd.keras.optimizer.report import communication_report, memory_report  
 from zerohvd.keras.optimizer.state import plain_optimizer  # noqa: E402
 from zerohvd.keras.optimizer.weighting import weight  # noqa: E402
 from zerohvd.keras.optimizer.zeroify import plan, zeroify  # noqa: E402
-from zerohvd.keras.stage3.deferred import deferred_init  # noqa: E402
 from zerohvd.keras.stage3.gathered import gathered  # noqa: E402
+from zerohvd.keras.stage3.initial.deferred import deferred_init  # noqa: E402
 
 # Before any optimizer is made: load_model makes one while it is compiling.
 patches.install()

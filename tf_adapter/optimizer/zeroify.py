@@ -16,7 +16,7 @@ from zerohvd.keras import compat
 from zerohvd.keras.communication.wire import Wire, join
 from zerohvd.keras.optimizer import partition as partition_
 from zerohvd.keras.optimizer.distributed import DistributedOptimizer
-from zerohvd.keras.stage3.deferred import deferred_init
+from zerohvd.keras.stage3.initial.deferred import deferred_init
 from zerohvd.keras.stage3.sharding import check_shardable, shard_model
 from zerohvd.keras.stage3.workload import describe
 from zerohvd.planning import network as networks

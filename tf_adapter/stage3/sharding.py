@@ -11,7 +11,7 @@ from zerohvd.keras import compat
 from zerohvd.keras.communication.wire import Wire
 from zerohvd.keras.params.pieces import shard_of
 from zerohvd.keras.params.shards import specs_of
-from zerohvd.keras.stage3.drawing import Recipe, recipe_of
+from zerohvd.keras.stage3.initial.drawing import Recipe, recipe_of
 from zerohvd.keras.stage3.placeholder import is_sharded
 from zerohvd.keras.stage3.planning import Plan
 from zerohvd.keras.stage3.rows import RowTable, is_large_table, row_multiple

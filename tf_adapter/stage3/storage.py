@@ -14,7 +14,7 @@ from zerohvd.keras.communication.ordering import after
 from zerohvd.keras.communication.wire import Wire
 from zerohvd.keras.params import buffers
 from zerohvd.keras.params.pieces import shard_of, write_rows
-from zerohvd.keras.stage3.drawing import BLOCK, Recipe
+from zerohvd.keras.stage3.initial.drawing import BLOCK, Recipe
 from zerohvd.keras.stage3.placeholder import Home, Shard, hide
 from zerohvd.layout import Bucket, Layout, Span
 

@@ -14,7 +14,7 @@ from zerohvd.keras import compat
 from zerohvd.keras.communication.arrays import nbytes
 from zerohvd.keras.gradients.graph_memory import measure
 from zerohvd.keras.params.shards import specs_of
-from zerohvd.keras.stage3.deferred import deferred_init
+from zerohvd.keras.stage3.initial.deferred import deferred_init
 from zerohvd.keras.stage3.planning import Plan
 from zerohvd.keras.stage3.rows import is_large_table
 from zerohvd.layout import Layout

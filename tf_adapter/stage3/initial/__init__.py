@@ -1,0 +1,1 @@
+"""The first values of a model that no rank ever holds whole."""
