@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from zerohvd.communication.agreement import loaded_by_first_alone
 from zerohvd.communication.instances import agree_on_instance
 from zerohvd.communication.rendezvous import Call, Rendezvous
 from zerohvd.communication.rounds import check_passes
@@ -535,19 +536,21 @@ class ZeroOptimizer(Resembling, torch.optim.Optimizer):
     def _share_loaded(self) -> None:
         """Load on all ranks what the first one alone has loaded; all of them must call it.
 
-        Horovod's scripts restore on rank 0 and call `hvd.broadcast_optimizer_state`, which begins
-        with `state_dict()` on every rank. A `step()` without it raises.
+        `hvd.broadcast_optimizer_state` begins with it, as with `state_dict()` on every rank. A
+        `step()` without it raises.
         """
         assert isinstance(self.collectives, TorchCollectives)
-        said = (self._agreed.loads, self._loaded is not None)
-        (first, kept), *others = self.collectives.allgather_object(
-            said, name=f"{self.prefix}/loads"
+        found = loaded_by_first_alone(
+            self.collectives,
+            self._agreed.loads,
+            self._loaded is not None,
+            name=f"{self.prefix}/loads",
         )
-        if kept and all(loads < first for loads, _ in others):
+        if found is not None:
             state.share(self, self._loaded, self.collectives)
             if self.collectives.rank != 0:
                 self._absorb()
-            self._agreed.loads = first
+            self._agreed.loads, _ = found
         self._loaded = None
 
     def _keep_for_others(self, loaded: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerohvd.communication.agreement import check_agreement
+from zerohvd.communication.agreement import check_agreement, loaded_by_first_alone
 from zerohvd.layout import Layout, build_layout
 from zerohvd.peers.group import Peers
 from zerohvd.peers.star import StarCollectives
@@ -165,14 +165,14 @@ class Units(UnitLifecycle[ModuleUnit]):
     def share_loaded(self) -> None:
         """Give all ranks what the first one alone has loaded into the model. Collective.
 
-        Horovod's scripts restore on rank 0 and call `hvd.broadcast_parameters(model.state_dict())`,
-        on every rank. A step without it raises.
+        `hvd.broadcast_parameters(model.state_dict())` begins with it. A step without it raises.
         """
         numbers = [unit.number for unit in self.of(self.loaded)]
-        (first, wanted), *others = self._collectives.allgather_object(
-            (self.loads, numbers), name=f"{self.prefix}/loads"
+        found = loaded_by_first_alone(
+            self._collectives, self.loads, numbers, name=f"{self.prefix}/loads"
         )
-        if wanted and all(loads < first for loads, _ in others):
+        if found is not None:
+            first, wanted = found
             for unit in (self.all[number] for number in wanted):
                 self.hold([unit])
                 with torch.no_grad():

@@ -152,6 +152,22 @@ def out_of_step(collectives: Collectives, seen: Sequence[int], *, name: str) -> 
     return [rank for rank, has in enumerate(known) if not (has[0] or known[0][rank])]
 
 
+def loaded_by_first_alone(
+    collectives: Collectives, loads: int, kept: Any, *, name: str
+) -> tuple[int, Any] | None:
+    """The `loads` and `kept` of the first rank if it has loaded something, and more often than all
+    others; None if not. Collective.
+
+    Horovod's scripts restore on rank 0 alone, then broadcast on every rank.
+
+    Args:
+        loads: How often this rank has loaded.
+        kept: What it has kept for the others, as JSON can say it; false if nothing.
+    """
+    (first, wanted), *others = collectives.allgather_object((loads, kept), name=name)
+    return (first, wanted) if wanted and all(there < first for there, _ in others) else None
+
+
 def _describe(spec: ParamSpec) -> list[Any]:
     return [spec.name, list(spec.shape), spec.dtype, spec.group]
 
