@@ -135,7 +135,7 @@ def test_arguments_that_cannot_be_read_are_refused(capsys, arguments, words):
 def test_a_model_whose_framework_is_not_known_needs_the_option(capsys, monkeypatch, tmp_path):
     (tmp_path / "plain_model.py").write_text("def make():\n    return 1\n")
     monkeypatch.chdir(tmp_path)
-    for framework in ("torch", "keras"):  # as other tests may have imported them
+    for framework in ("torch", "keras", "tensorflow"):  # as other tests may have imported them
         monkeypatch.delitem(sys.modules, framework, raising=False)
     code, _, err = run(capsys, "plain_model:make")
     assert code == 2
