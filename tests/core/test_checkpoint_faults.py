@@ -33,7 +33,7 @@ from zerohvd.checkpoint.offline.consolidate import consolidate
 from zerohvd.testing import ThreadWorld
 
 HERE = Path(__file__).resolve().parent
-KILLS = 240
+KILLS = 120
 LAYOUT = some_layout(2)
 
 

@@ -235,7 +235,7 @@ layers = st.deferred(
 POOL = [Param(n) for n in (1, 300, 300, 500, 1000, 2000)]  # so some are tied
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(layers, st.sampled_from([None, Block, lambda m: isinstance(m, (Head, Items))]))
 def test_every_parameter_is_in_one_place_around_all_its_uses(model, units):
     try:
