@@ -12,6 +12,8 @@ import tensorflow as tf
 import zerohvd.keras as zero
 from zerohvd.planning.plan import NothingFitsError
 
+RANKS = (2, 3)  # what is planned is the same arithmetic for more
+
 BATCH = 8
 
 

@@ -11,6 +11,8 @@ from training import STAGES, Net, adamw, batch, loss_of, make_model
 import zerohvd.torch as zero
 from zerohvd.planning.plan import NothingFitsError
 
+RANKS = (2, 3)  # what is planned is the same arithmetic for more
+
 KEYS = ("params", "grads", "optimizer", "master")
 
 
