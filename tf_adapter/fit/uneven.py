@@ -42,7 +42,7 @@ class Parts(NamedTuple):
 
 
 _marked: weakref.WeakKeyDictionary[Any, Parts] = weakref.WeakKeyDictionary()
-# Where a Keras model keeps the function it has traced for a step.
+# Where a Keras model keeps the function it has traced for a step; "make_" and that makes it.
 _TRACED = {"train_step": "train_function", "test_step": "test_function"}
 _fitting: list[Any] = []  # models whose `fit` is running
 
@@ -144,23 +144,30 @@ def _compare(optimizer: Any, call: Call, mine: counts.Planned) -> None:
 
 @contextlib.contextmanager
 def _counting(model: Any, step: str, parts: Parts, together: bool) -> Iterator[None]:
-    """Replace the model's step by one that counts samples, and its traced function likewise."""
+    """Replace the model's step by one that counts samples, and its traced function likewise.
+
+    Who has set the model's function to None, or made it anew, wants all of it traced again: after
+    a change of the optimizer, say, which the function that counts would otherwise never see.
+    """
     traced, counted = _TRACED[step], f"{_kind(parts, together)}_{step}"
     plain, plain_traced = getattr(model, step), getattr(model, traced)
     own = model.__dict__.get(step)  # a step that the user has set on the instance
     # Not by setattr: Keras would track variables in what it is given.
     place = model.__dict__
-    setattr(model, traced, place.get(counted))
+    kept, beside = place.get(counted, (None, None))
+    setattr(model, traced, kept if beside is plain_traced else None)
     place[step] = functools.partial(_step, model, plain, parts, step == "train_step", together)
     try:
         yield
     finally:
-        place[counted] = getattr(model, traced)
+        kept = getattr(model, traced)
         setattr(model, traced, plain_traced)
         if own is None:
             del place[step]
         else:
             place[step] = own
+        getattr(model, f"make_{traced}")()  # unless it has one, so that None is the user's
+        place[counted] = (kept, getattr(model, traced))
 
 
 def forget(model: Any) -> None:

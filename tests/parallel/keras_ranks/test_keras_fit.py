@@ -287,3 +287,30 @@ def test_weighted_ranks_equal_the_union():
             step(tf.constant(bx), tf.constant(by))
         results.append(world.weights(model))
     world.assert_same(results[1], results[0], bitwise=False, tolerance=2e-6)
+
+
+ANEW = {
+    "forced": lambda model: model.make_train_function(force=True),
+    "set to None": lambda model: setattr(model, "train_function", None),
+}
+
+
+@world.at_two_ranks
+@pytest.mark.parametrize("way", ANEW)
+def test_a_train_function_made_anew_sees_what_was_set_since(way):
+    def trained(optimizer, share):
+        model = world.make_model()
+        model.compile(optimizer=optimizer, loss="mse")
+        x, y = (np.concatenate(p) for p in zip(*map(world.batch, range(2)), strict=True))
+        x, y = (hvd.broadcast(tf.constant(a), 0).numpy()[:-1] for a in (x, y))
+        data = share(tf.data.Dataset.from_tensor_slices((x, y)).batch(world.PER_RANK))
+        model.fit(data, verbose=0)
+        optimizer.momentum = 0.1
+        ANEW[way](model)
+        model.fit(data, verbose=0)
+        return world.weights(model)
+
+    plain = trained(keras.optimizers.SGD(0.1, momentum=0.9), lambda data: data)
+    optimizer = zero.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
+    ours = trained(optimizer, zero.shard_dataset)
+    world.assert_same(ours, plain, bitwise=False, tolerance=1e-5)
