@@ -485,12 +485,19 @@ def in_branch() -> bool:
     return type(graph).__name__ in ("CondBranchFuncGraph", "WhileCondFuncGraph")
 
 
+_realised: list[Any] = []  # the variable that is being given its memory
+
+
 def realise(variable: Any) -> None:
     """Turn a variable without memory into an ordinary one; see `zero.deferred_init`."""
     variable.__class__ = keras.Variable
     if stateless_scope.get_stateless_scope() is not None:
         return  # Keras calls the initializer again and again there
-    variable._deferred_initialize()
+    _realised.append(variable)
+    try:
+        variable._deferred_initialize()
+    finally:
+        _realised.pop()
 
 
 def replace_initialization(defer: Callable[[Any, Any], type | None]) -> Callable[[], None]:
@@ -501,8 +508,8 @@ def replace_initialization(defer: Callable[[Any, Any], type | None]) -> Callable
     later = keras.Variable._deferred_initialize
 
     def initialize(self: Any, initializer: Any) -> None:
-        # One that has its initializer already is being given its memory, in the same scope.
-        cls = defer(self, self._shape) if self._initializer is None else None
+        is_realised = any(self is variable for variable in _realised)  # in the same scope
+        cls = None if is_realised else defer(self, self._shape)
         if cls is None:
             original(self, initializer)
             return

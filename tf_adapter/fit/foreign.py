@@ -100,12 +100,13 @@ class _EndTogether(keras.callbacks.Callback):
         self._has_met = False
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._meet()
+        self.end_epoch()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._meet()
+        self.end_epoch()
 
-    def _meet(self) -> None:
+    def end_epoch(self) -> None:
+        """Meet the others, once per epoch."""
         optimizer = optimizer_of(self.model)
         if self._has_met or optimizer is None or optimizer.step is None:
             return

@@ -117,6 +117,9 @@ def predict(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any)
 
 def _come_together(call: Call, model: Any, given: Any) -> None:
     """At stage 3 the layers' variables come from all ranks: raise on those that came alone."""
+    for callback in given_callbacks(dict(given)):
+        if hasattr(callback, "end_epoch"):  # of `fit`, which validates
+            callback.end_epoch()
     for optimizer in optimizers_of(model):
         if optimizer.sharded is not None and optimizer.step is not None:
             _compare(optimizer, call, counts.planned(given))
