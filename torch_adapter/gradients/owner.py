@@ -113,11 +113,13 @@ class Gradients(GradientStep[Section]):
         self._hidden = True
         for section in self.sections:
             section.local.hide_all()
+            section.show_shares(on_their_way=True)
 
     def _show_all(self) -> None:
         self._hidden = False
         for section in self.sections:
             section.local.end()
+            section.show_shares(on_their_way=False)
 
     def cleared(self) -> None:
         """The user clears gradients before a step has begun."""
@@ -251,8 +253,7 @@ class Gradients(GradientStep[Section]):
 
     def end(self) -> None:
         for section in self.sections:
-            for owned in section.owned:
-                owned.tensor.grad = None
+            section.show_shares(on_their_way=False)
             section.local.end()
         super().end()
 

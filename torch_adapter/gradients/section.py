@@ -18,6 +18,7 @@ from zerohvd.torch.communication import arrays
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
 from zerohvd.torch.gradients.local import LocalGrads
 from zerohvd.torch.gradients.reducer import PARTS_PER_BUCKET, GradReducer
+from zerohvd.torch.gradients.stand_in import make_share
 from zerohvd.torch.params.buffers import FlatParams, piece_view
 from zerohvd.torch.params.owned import (
     MakeMemory,
@@ -132,7 +133,8 @@ class Section:
         shard = self.param_shard(b) if master is None else master
         shape = self.params[piece.param].shape
         view = piece_view(shard, self.layout.buckets[b], self.rank, piece, shape)
-        return OwnedPiece(piece, torch.nn.Parameter(view.detach()))
+        tensor = torch.nn.Parameter(view.detach())
+        return OwnedPiece(piece, tensor, make_share(tensor, self.named[piece.param].name))
 
     def set_piece_grads(self, buckets: range) -> None:
         """Give each piece its reduced gradient; none where the parameter is frozen now, or where
@@ -154,6 +156,12 @@ class Section:
             shape = self.params[piece.param].shape
             grad = piece_view(shard, bucket, self.rank, piece, shape)
             owned.tensor.grad = grad.to(owned.tensor.device)
+
+    def show_shares(self, *, on_their_way: bool) -> None:
+        """Let the pieces' `.grad` say that gradients are on their way, or that there are none."""
+        for owned in self.owned:
+            if not on_their_way or self.params[owned.piece.param].requires_grad:
+                owned.tensor.grad = owned.on_its_way if on_their_way else None
 
     def take_piece_grads(self, buckets: range) -> list[torch.Tensor | None]:
         """Take the gradients away from the pieces of these buckets."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -57,6 +57,12 @@ _ELEMENTWISE = {
     "__ipow__",
 }
 _FOREACH = "_foreach_"  # torch's own clipping calls these, on lists
+_AMP = "_amp_"  # and torch's own GradScaler these
+WRONG_SCALER = (
+    "torch.amp.GradScaler looks at the gradients of one rank, so ranks would skip different steps: "
+    "write scaler = zero.GradScaler(...) in its place, with the same arguments; a scaler class of "
+    "your own derives from zero.GradScaler"
+)
 
 
 class StandIn(torch.Tensor):
@@ -70,7 +76,7 @@ class StandIn(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = _name(func)
-        if name in _FUNCTIONS or (_is_attribute(func) and name not in _VALUES | _ALIASES):
+        if _needs_no_values(func, name):
             with without_torch_function():
                 return func(*args, **(kwargs or {}))
         if name in _ALIASES and getattr(func, "__name__", "") != "__set__":
@@ -84,13 +90,59 @@ class StandIn(torch.Tensor):
         raise _refusal(self, "pickling")
 
 
+class ShareStandIn(torch.Tensor):
+    """What the `.grad` of a piece in `opt.param_groups` is until the reduction has been waited for.
+
+    With None in its place, `clip_grad_norm_(group["params"], ...)` would clip nothing and say
+    nothing. It cannot be answered: every rank has other pieces there.
+    """
+
+    _name: str  # of the parameter
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = _name(func)
+        if _needs_no_values(func, name):
+            with without_torch_function():
+                return func(*args, **(kwargs or {}))
+        if name.startswith(_AMP):
+            raise TypeError(WRONG_SCALER)
+        found = _first((*args, *(kwargs or {}).values()), ShareStandIn)
+        of = "a gradient" if found is None else f"the gradient of {found._name!r}"
+        if name == "__repr__":
+            return f"this rank's share of {of}, on its way"
+        raise ShardedStateError(
+            f"{name} through opt.param_groups, whose params are the pieces that this rank owns: "
+            f"{of} is still on its way there, and other ranks have other pieces. Write "
+            "torch.nn.utils.clip_grad_norm_(model.parameters(), ...), or whatever it was, with "
+            "the model's own parameters, whose .grad stands for the gradient of all ranks. This "
+            "rank's share is there after opt.synchronize()"
+        )
+
+
 def make(param: torch.Tensor, owner: Reduced, section: int, index: int) -> StandIn:
     """Return what stands for the gradient of `param`."""
-    with without_torch_function():
-        memory = torch.full((), float("nan"), dtype=param.dtype, device=param.device)
-        made = memory.expand(param.shape).as_subclass(StandIn)
+    made = _without_values(param, StandIn)
     made._place = (weakref.ref(owner), section, index)
     return made
+
+
+def make_share(piece: torch.Tensor, name: str) -> ShareStandIn:
+    """Return what stands for the gradient of this rank's piece of parameter `name`."""
+    made = _without_values(piece, ShareStandIn)
+    made._name = name
+    return made
+
+
+T = TypeVar("T", bound=torch.Tensor)
+
+
+def _without_values(like: torch.Tensor, cls: type[T]) -> T:
+    with without_torch_function():
+        memory = torch.full((), float("nan"), dtype=like.dtype, device=like.device)
+        return memory.expand(like.shape).as_subclass(cls)
 
 
 def clear(params: Iterable[torch.Tensor]) -> None:
@@ -114,6 +166,10 @@ def _is_attribute(func: Any) -> bool:
     return getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
 
 
+def _needs_no_values(func: Any, name: str) -> bool:
+    return name in _FUNCTIONS or (_is_attribute(func) and name not in _VALUES | _ALIASES)
+
+
 def _on_values(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name == "__repr__":  # a debugger's look must not wait for other ranks
         return f"{_describe(args[0])}, reduced and sharded over the ranks"
@@ -131,7 +187,7 @@ def _on_values(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
         if name == "__setitem__":
             return _change(first, _indexed(first, *args[1:]))
     what = f".{name}" if _is_attribute(func) else f"{name}()"
-    raise _refusal(_first((*args, *kwargs.values())), what)
+    raise _refusal(_first((*args, *kwargs.values()), StandIn), what)
 
 
 def _whole(args: tuple[Any, ...]) -> list[Any] | None:
@@ -147,14 +203,15 @@ def _whole(args: tuple[Any, ...]) -> list[Any] | None:
         return value if full is None else full
 
     made = [real(value) for value in args]
-    return made if _first(args) is not None and _first(made) is None else None
+    stands, left = _first(args, StandIn), _first(made, StandIn)
+    return made if stands is not None and left is None else None
 
 
-def _first(values: Any) -> StandIn | None:
+def _first(values: Any, cls: type[T]) -> T | None:
     for value in values:
-        if isinstance(value, StandIn):
+        if isinstance(value, cls):
             return value
-        found = _first(value) if isinstance(value, (list, tuple)) else None
+        found = _first(value, cls) if isinstance(value, (list, tuple)) else None
         if found is not None:
             return found
     return None

@@ -23,6 +23,7 @@ from zerohvd.torch.communication import joining
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
 from zerohvd.torch.gradients.owner import Gradients
 from zerohvd.torch.gradients.section import Section
+from zerohvd.torch.gradients.stand_in import WRONG_SCALER
 from zerohvd.torch.optimizer import update
 from zerohvd.torch.optimizer.offload import Offload
 from zerohvd.torch.optimizer.resemblance import Resembling
@@ -363,11 +364,7 @@ class ZeroOptimizer(Resembling, torch.optim.Optimizer):
             What `closure` returned.
         """
         if compat.take_scale(self):
-            raise TypeError(
-                "torch.amp.GradScaler looks at the gradients of one rank, so ranks would skip "
-                "different steps: write scaler = zero.GradScaler(...) in its place, with the same "
-                "arguments; a scaler class of your own derives from zero.GradScaler"
-            )
+            raise TypeError(WRONG_SCALER)
         try:
             return self._step(closure, weight, options)
         except BaseException:

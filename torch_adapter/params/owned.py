@@ -36,6 +36,7 @@ class OwnedPiece:
 
     piece: Piece
     tensor: torch.nn.Parameter  # a view of the flat parameters, or of a master
+    on_its_way: torch.Tensor  # its gradient, while that is being reduced; see stand_in.py
 
 
 class ParamMemory(Protocol):

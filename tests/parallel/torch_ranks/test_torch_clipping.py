@@ -337,3 +337,29 @@ def test_an_optimizer_that_is_deleted_in_a_step_leaves_plain_gradients(stage):
     assert model.up.weight.grad.isfinite().all()
     plain = adamw(model.parameters())
     plain.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_clipping_the_pieces_of_the_groups_is_refused(stage):
+    """Every rank has others there, whose gradients have not come yet: it would clip nothing."""
+    model = make_model()
+    opt = wrap(model, stage=stage)
+    for step in range(2):
+        opt.zero_grad()
+        loss_of(model, batch(step, hvd.rank())).backward()
+        for group in opt.param_groups:
+            params = [p for p in group["params"] if p.numel()]
+            for clip in (
+                lambda p: nn.utils.clip_grad_norm_(p, 0.2),
+                lambda p: nn.utils.clip_grad_norm_(p, 0.2, foreach=False),
+                lambda p: nn.utils.clip_grad_value_(p, 0.1),
+                lambda p: [q.grad.data.clamp_(-1, 1) for q in p if q.grad is not None],
+                lambda p: sum(q.grad.norm() ** 2 for q in p),
+            ):
+                if params:
+                    with pytest.raises(zero.ShardedStateError, match=r"model\.parameters\(\)"):
+                        clip(params)
+        opt.step()
+        assert all(p.grad is None for group in opt.param_groups for p in group["params"])
+    expected, _ = by_horovod(lambda model: None, steps=2)
+    assert_same(expected, model)

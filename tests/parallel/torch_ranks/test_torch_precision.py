@@ -255,9 +255,9 @@ def test_a_scaler_that_looks_at_one_rank_is_refused_with_the_line_to_write(
     opt = distribute(model, adamw(model.parameters()), stage=stage)
     scaler = kind("cpu", init_scale=8.0)
     scaler.scale(loss_of(model, batch(0, hvd.rank()))).backward()
-    if unscale_first:
-        scaler.unscale_(opt)
     with pytest.raises(TypeError, match=r"scaler = zero\.GradScaler"):
+        if unscale_first:
+            scaler.unscale_(opt)
         scaler.step(opt)
     opt.step()  # the refusal has changed nothing
 
