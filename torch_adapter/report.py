@@ -10,6 +10,7 @@ import torch
 from zerohvd.communication.log import CommunicationReport
 from zerohvd.memory import MemoryReport
 from zerohvd.torch import compat
+from zerohvd.torch.communication import arrays
 from zerohvd.torch.optimizer.zero_optimizer import ZeroOptimizer
 from zerohvd.torch.params.owned import units_of
 
@@ -28,7 +29,7 @@ def memory_report(opt: ZeroOptimizer) -> MemoryReport:
     return MemoryReport(
         params=params,
         grads=grads,
-        optimizer=_bytes(_in_memory(opt, _tensors(opt.inner.state.values())), seen),
+        optimizer=_bytes(_in_memory(opt, arrays.tensors_in(opt.inner.state.values())), seen),
         master=master,
         buffers=scratch + gathered,
     )
@@ -82,13 +83,3 @@ def _bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
             seen.add(storage.data_ptr())
             total += storage.nbytes()
     return total
-
-
-def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, dict):
-            yield from _tensors(value.values())
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 
 import pytest
 
@@ -16,3 +17,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in everything if size in getattr(item.module, "RANKS", [size])]
     kept = set(items)
     config.hook.pytest_deselected(items=[item for item in everything if item not in kept])
+
+
+@pytest.fixture
+def two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if every second rank were on the other host."""
+    rank = detect(os.environ).rank or 0
+    monkeypatch.setattr(socket, "gethostname", lambda: f"host{rank % 2}")

@@ -22,7 +22,7 @@ from zerohvd.communication.collectives import (
     SingleProcess,
     check_registered,
 )
-from zerohvd.communication.hosts import LARGE, Grid
+from zerohvd.communication.hosts import Grid
 from zerohvd.communication.instances import agree_on_instance
 from zerohvd.communication.traffic import PassTraffic, StepTraffic
 from zerohvd.keras import compat
@@ -67,10 +67,8 @@ class Wire:
             self._kept = tf.Variable(0.0, trainable=False, name="kept")
             self._zero = tf.Variable(0.0, trainable=False, name="zero")
         self._marks: dict[str, Any] = {}
-        self._grid: Grid | None = None
-        if isinstance(self.eager, HorovodCollectives) and not alone:
+        if not alone:
             self.eager.find_hosts()
-            self._grid = self.eager.grid
         self.traffic = self.new_traffic()
 
     def new_traffic(self) -> StepTraffic:
@@ -167,7 +165,7 @@ class Wire:
         """The parts of all ranks, which are `lengths` long, in rank order."""
         if self.size == 1:
             return x
-        grid = self._grid_for(x, sum(lengths))
+        grid = self._grid_of(x, sum(lengths))
         if grid is None:
             out = self._gather(x, name)
         else:
@@ -219,7 +217,7 @@ class Wire:
     def _exchange_and_add(self, x: Any, lengths: Sequence[int], name: str) -> Any:
         """A reducescatter as an alltoall and a local sum."""
         start, own = sum(lengths[: self.rank]), lengths[self.rank]
-        grid = self._grid_for(x, sum(lengths))
+        grid = self._grid_of(x, sum(lengths))
         if grid is not None:
             return two_steps.scatter(self._alltoall, grid, x, lengths, self.rank, name)
         if self.size > 2:
@@ -246,11 +244,9 @@ class Wire:
             sums.append(arrays.sum_parts(arrays.widen(received), self.size))
         return sums[0] if len(rounds) == 1 else tf.concat(sums, 0)
 
-    def _grid_for(self, x: Any, elements: int) -> Grid | None:
-        """Where two steps are worth it: NCCL knows the links itself, and small messages take the
-        time of a step and no more."""
-        small = elements * arrays.itemsize(x) < LARGE
-        return None if small or hvd.nccl_built() else self._grid
+    def _grid_of(self, x: Any, elements: int) -> Grid | None:
+        """For so many elements like those of `x`: NCCL knows the links itself."""
+        return None if hvd.nccl_built() else self.eager.grid_for(elements * arrays.itemsize(x))
 
     def _alltoall(self, x: Any, splits: Sequence[int], name: str) -> Any:
         bits = arrays.bits(x) if x.dtype == tf.bfloat16 else x

@@ -99,14 +99,11 @@ class _EndTogether(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._has_met = False
 
-    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self.end_epoch()
-
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self.end_epoch()
 
     def end_epoch(self) -> None:
-        """Meet the others, once per epoch."""
+        """Meet the others, once per epoch: `evaluate` calls this before it asks for anything."""
         optimizer = optimizer_of(self.model)
         if self._has_met or optimizer is None or optimizer.step is None:
             return

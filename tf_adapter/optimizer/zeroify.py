@@ -138,13 +138,7 @@ def plan(
     found = describe(model, inner, config, how, options, batch=batch, loss=loss)
     if ranks is None:
         ranks = hvd.size() if hvd.is_initialized() else 1
-    return make_plan(
-        found,
-        [ranks] if isinstance(ranks, int) else list(ranks),
-        memory=memory,
-        network=networks.load(network) if isinstance(network, (str, Path)) else network,
-        compute=compute,
-    )
+    return make_plan(found, ranks, memory=memory, network=network, compute=compute)
 
 
 def _choose(model: Any, optimizer: Any, how: dict[str, Any]) -> int:

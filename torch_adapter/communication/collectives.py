@@ -18,7 +18,7 @@ from zerohvd.communication.collectives import (
     SingleProcess,
     check_registered,
 )
-from zerohvd.communication.hosts import LARGE, Grid
+from zerohvd.communication.hosts import Grid
 from zerohvd.launchers import check_ranks
 from zerohvd.torch import compat
 from zerohvd.torch.communication import arrays, two_steps
@@ -109,7 +109,7 @@ class TorchCollectives(HorovodCollectives):
             return Exchange(self._start(compat.reducescatter_start, name, x, out), [out], out)
         if self.size == 2:
             return self._exchange_with_other(x, lengths, name, into)
-        grid = self._grid_for(x)
+        grid = self._grid_of(x)
         if grid is not None:
             return Exchange(
                 *two_steps.scatter_start(
@@ -131,10 +131,9 @@ class TorchCollectives(HorovodCollectives):
         handle = self._alltoall_start(others, splits, out, name)
         return Exchange(handle, [own, out] if self.rank == 0 else [out, own], out)
 
-    def _grid_for(self, x: torch.Tensor) -> Grid | None:
-        """Where two steps are worth it: NCCL knows the links itself, and small messages take the
-        time of a step and no more."""
-        return None if x.is_cuda or x.numel() * x.element_size() < LARGE else self.grid
+    def _grid_of(self, x: torch.Tensor) -> Grid | None:
+        """For `x`, of all parts: NCCL knows the links itself."""
+        return None if x.is_cuda else self.grid_for(x.numel() * x.element_size())
 
     def _use_native(self, x: torch.Tensor, lengths: Sequence[int]) -> bool:
         native = x.is_cuda if self._native is None else self._native
@@ -153,7 +152,7 @@ class TorchCollectives(HorovodCollectives):
         if self.size == 2:
             splits = [0, own.numel()] if self.rank == 0 else [own.numel(), 0]
             return self._alltoall_start(own, splits, parts[1 - self.rank], name)
-        grid = self._grid_for(x)
+        grid = self._grid_of(x)
         if grid is not None:
             return two_steps.gather_start(self._alltoall_start, grid, x, lengths, name)
         # Input and output of an allgather must not overlap.
@@ -172,7 +171,7 @@ class TorchCollectives(HorovodCollectives):
             _put(own, parts[self.rank])
             splits = [0, own.numel()] if self.rank == 0 else [own.numel(), 0]
             return self._alltoall_start(own, splits, parts[1 - self.rank], name)
-        grid = self._grid_for(out)
+        grid = self._grid_of(out)
         if grid is not None:
             _put(own, out.split(list(lengths))[self.rank])
             return two_steps.gather_start(self._alltoall_start, grid, out, lengths, name)

@@ -65,23 +65,39 @@ WRONG_SCALER = (
 )
 
 
-class StandIn(torch.Tensor):
+class _WithoutValues(torch.Tensor):
     """Has shape, dtype and device of a gradient; its one element of memory is NaN."""
-
-    _place: tuple[Callable[[], Reduced | None], int, int]  # weak: autograd's references to
-    # gradients are invisible to the garbage collector
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = _name(func)
-        if _needs_no_values(func, name):
+        if name in _FUNCTIONS or (_is_attribute(func) and name not in _VALUES | _ALIASES):
             with without_torch_function():
                 return func(*args, **(kwargs or {}))
+        return cls._asked_for_values(func, name, args, kwargs or {})
+
+    @classmethod
+    def _asked_for_values(
+        cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        raise NotImplementedError
+
+
+class StandIn(_WithoutValues):
+    """What `param.grad` is once gradients have left."""
+
+    _place: tuple[Callable[[], Reduced | None], int, int]  # weak: autograd's references to
+    # gradients are invisible to the garbage collector
+
+    @classmethod
+    def _asked_for_values(
+        cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if name in _ALIASES and getattr(func, "__name__", "") != "__set__":
             return args[0]
-        return _on_values(func, name, args, kwargs or {})
+        return _on_values(func, name, args, kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise _refusal(self, "copy.deepcopy()")
@@ -90,7 +106,7 @@ class StandIn(torch.Tensor):
         raise _refusal(self, "pickling")
 
 
-class ShareStandIn(torch.Tensor):
+class ShareStandIn(_WithoutValues):
     """What the `.grad` of a piece in `opt.param_groups` is until the reduction has been waited for.
 
     With None in its place, `clip_grad_norm_(group["params"], ...)` would clip nothing and say
@@ -100,16 +116,12 @@ class ShareStandIn(torch.Tensor):
     _name: str  # of the parameter
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    def _asked_for_values(
+        cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        name = _name(func)
-        if _needs_no_values(func, name):
-            with without_torch_function():
-                return func(*args, **(kwargs or {}))
         if name.startswith(_AMP):
             raise TypeError(WRONG_SCALER)
-        found = _first((*args, *(kwargs or {}).values()), ShareStandIn)
+        found = _first((*args, *kwargs.values()), ShareStandIn)
         of = "a gradient" if found is None else f"the gradient of {found._name!r}"
         if name == "__repr__":
             return f"this rank's share of {of}, on its way"
@@ -164,10 +176,6 @@ def _name(func: Any) -> str:
 
 def _is_attribute(func: Any) -> bool:
     return getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
-
-
-def _needs_no_values(func: Any, name: str) -> bool:
-    return name in _FUNCTIONS or (_is_attribute(func) and name not in _VALUES | _ALIASES)
 
 
 def _on_values(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

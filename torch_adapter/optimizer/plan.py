@@ -75,13 +75,7 @@ def plan(
     found = describe(model, optimizer, config, options, batch=batch, loss=loss, device=device)
     if ranks is None:
         ranks = hvd.size() if hvd.is_initialized() else 1
-    return make_plan(
-        found,
-        [ranks] if isinstance(ranks, int) else list(ranks),
-        memory=memory,
-        network=networks.load(network) if isinstance(network, (str, Path)) else network,
-        compute=compute,
-    )
+    return make_plan(found, ranks, memory=memory, network=network, compute=compute)
 
 
 # -- for the command line --------------------------------------------------------------------------

@@ -94,8 +94,7 @@ class ZeroOptimizer(Resembling, torch.optim.Optimizer):
         self.unsharded: dict[torch.nn.Parameter, dict[str, Any]] = {}
         self._wire, self._factors = wire, divide_factors(average, collectives.size, predivide)
         self.prefix = _prefix(collectives)
-        if isinstance(collectives, TorchCollectives):
-            collectives.find_hosts()
+        collectives.find_hosts()
         self.units = None if units is None else units(collectives, self.prefix)
         waiting = None if self.units is None else self.units.waiting
         self.rendezvous = Rendezvous(collectives, f"{self.prefix}/agree", waiting)

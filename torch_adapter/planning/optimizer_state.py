@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -92,19 +92,9 @@ def _steps(
         with AllocationTracker() as tracker:
             probe.step()
     elements = rest = 0
-    for tensor in _tensors(probe.state.values()):
+    for tensor in arrays.tensors_in(probe.state.values()):
         if tensor.shape == like.shape:
             elements += tensor.untyped_storage().nbytes()
         else:
             rest += tensor.untyped_storage().nbytes()
     return elements, rest, tracker.most
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, dict):
-            yield from _tensors(value.values())
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)

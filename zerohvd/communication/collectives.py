@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zerohvd import limits
-from zerohvd.communication.hosts import Grid, find_grid
+from zerohvd.communication.hosts import LARGE, Grid, find_grid
 from zerohvd.communication.log import CommLog
 
 Array = npt.NDArray[Any]
@@ -116,6 +116,18 @@ class Collectives(abc.ABC):
 
     @abc.abstractmethod
     def to_numpy(self, x: Any) -> Array: ...
+
+    def find_hosts(self) -> Sequence[str]:
+        """Ask where the ranks are, and let large exchanges cross links less often.
+
+        Returns:
+            The host of each rank; nothing where nobody asks.
+        """
+        return ()
+
+    def grid_for(self, nbytes: int) -> Grid | None:
+        """The table of the ranks, where exchanging so much is worth two steps."""
+        return None
 
     def barrier(self, *, name: str = "barrier") -> None:
         """Return when every rank has arrived."""
@@ -357,17 +369,15 @@ class HorovodCollectives(Collectives):
         self._ops = {"sum": hvd.Sum, "average": hvd.Average, "min": hvd.Min, "max": hvd.Max}
 
         self.hosts: Sequence[str] = ()
-        self.grid: Grid | None = None
+        self._grid: Grid | None = None
 
     def find_hosts(self) -> Sequence[str]:
-        """Ask where the ranks are, and let large exchanges cross links as seldom as can be.
-
-        Returns:
-            The host of each rank.
-        """
         self.hosts = self.allgather_object(socket.gethostname(), name="zero/agree/hosts")
-        self.grid = find_grid(self.hosts, self.rank)
+        self._grid = find_grid(self.hosts, self.rank)
         return self.hosts
+
+    def grid_for(self, nbytes: int) -> Grid | None:
+        return None if nbytes < LARGE else self._grid
 
     @property
     def members(self) -> Sequence[int]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from zerohvd.config import STAGES
 from zerohvd.errors import ZeroError
 from zerohvd.planning import traffic
 from zerohvd.planning.footprint import Footprint, footprint
-from zerohvd.planning.network import Network
+from zerohvd.planning.network import Network, load
 from zerohvd.planning.sizes import is_binary, parse_bytes, show_bytes, show_seconds
 from zerohvd.planning.traffic import StepTime
 from zerohvd.planning.workload import Workload
@@ -201,26 +202,28 @@ class Plan:
 
 def make_plan(
     workload: Workload,
-    ranks: Sequence[int],
+    ranks: int | Sequence[int],
     *,
     memory: str | float | None = None,
     stages: Sequence[int] = STAGES,
-    network: Network | None = None,
+    network: Network | str | Path | None = None,
     compute: float | None = None,
 ) -> Plan:
     """Compare stages and numbers of ranks.
 
     Args:
-        ranks: Numbers of ranks.
+        ranks: Numbers of ranks, or one.
         memory: What a rank may hold: "16GiB", "40GB" or bytes.
-        network: For the time of a step.
+        network: For the time of a step; or a file that holds one.
         compute: Seconds of a step without communication.
     """
     limit = None if memory is None else parse_bytes(memory)
     if compute is not None and not compute >= 0:
         raise ValueError(f"compute must be a number of seconds, 0 or more, got {compute!r}")
+    if isinstance(network, (str, Path)):
+        network = load(network)
     rows = []
-    for size in ranks:
+    for size in [ranks] if isinstance(ranks, int) else ranks:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"ranks must be positive integers, got {size!r}")
         for stage in stages:

@@ -1,8 +1,5 @@
 """Ranks on several hosts train as on one: what travels in two steps is the same."""
 
-import socket
-
-import horovod.tensorflow as hvd
 import keras
 import keras_world as world
 import numpy as np
@@ -12,12 +9,6 @@ import tensorflow as tf
 from zerohvd.keras.communication.wire import Wire
 
 RANKS = (4,)
-
-
-@pytest.fixture
-def two_hosts(monkeypatch):
-    """As if every second rank were on the other host."""
-    monkeypatch.setattr(socket, "gethostname", lambda: f"host{hvd.rank() % 2}")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-
 import horovod.torch as hvd
 import pytest
 import torch
@@ -24,12 +22,6 @@ import zerohvd.torch as zero
 from zerohvd.torch.communication.collectives import TorchCollectives
 
 RANKS = (4,)
-
-
-@pytest.fixture
-def two_hosts(monkeypatch):
-    """As if every second rank were on the other host."""
-    monkeypatch.setattr(socket, "gethostname", lambda: f"host{hvd.rank() % 2}")
 
 
 class WideNet(nn.Module):
