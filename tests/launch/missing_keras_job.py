@@ -10,6 +10,7 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
+from saying import say
 
 import zerohvd.keras as zero
 
@@ -56,7 +57,7 @@ def act():
                 try:
                     model.fit(x[:rows], y[:rows], batch_size=8, epochs=epochs, verbose=0)
                 except zero.DisagreementError as error:
-                    print(f"at once: {error}", flush=True)
+                    say(folder, hvd.rank(), f"at once: {error}")
                 model.fit(x, y, batch_size=8, verbose=0)
         model.fit(batches(3 if bad else 5), verbose=0)  # nobody can know how many
         stay_away()
@@ -85,12 +86,12 @@ def act():
             try:
                 mistake()
             except zero.DisagreementError as error:
-                print(f"at once: {error}", flush=True)
+                say(folder, hvd.rank(), f"at once: {error}")
         for call in (model.get_weights, lambda: model.save(folder / "m.keras")):
             try:
                 call()
             except zero.ShardedStateError as error:
-                print(f"at once: {error}", flush=True)
+                say(folder, hvd.rank(), f"at once: {error}")
         model.fit(x, y, batch_size=8, verbose=0)
     elif how == "own loop":
         for _ in range(2 if bad else 3):
@@ -103,6 +104,7 @@ try:
     act()
 except Exception as error:
     seconds = time.monotonic() - start
-    print(f"rank {hvd.rank()}: {seconds:.0f} s: {type(error).__name__}: {error}", flush=True)
+    text = f"rank {hvd.rank()}: {seconds:.0f} s: {type(error).__name__}: {error}"
+    say(folder, hvd.rank(), text)
     (folder / f"told {hvd.rank()}").touch()
     stay_away()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import horovod.torch as hvd
 import torch
+from saying import say
 
 import zerohvd.torch as zero
 
@@ -49,7 +50,7 @@ def others_wait(what, call):
         call()
     except zero.WaitTimeoutError as error:
         seconds = time.monotonic() - start
-        print(f"{what}: {seconds:.0f} s: {error}", flush=True)
+        say(folder, hvd.rank(), f"{what}: {seconds:.0f} s: {error}")
     (folder / f"{what} {hvd.rank()}").touch()
 
 

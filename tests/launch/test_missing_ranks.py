@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from saying import heard
 
 from zerohvd.launching import launch
 
@@ -24,7 +25,7 @@ def run(job, ranks, *argv):
 def test_torch_waits_for_a_limited_time_at_every_stage_and_in_every_call(tmp_path):
     faults = ("0step", "1step", "1save", "2step", "3step", "3save", "3build")
     result = run("missing_torch_job.py", 2, tmp_path, *faults)
-    said = dict(re.findall(r"^((?:stage|again)[^:]*): (.*)$", result.stdout, re.MULTILINE))
+    said = dict(line.split(": ", 1) for line in heard(tmp_path))
     assert list(said) == [*(f"stage {f[0]} {f[1:]}" for f in faults), "again"], result.explain()
     where = {"step": "(step\\(\\)|forward or backward pass)", "save": r"zero\.save\(\)"}
     for what, text in said.items():
@@ -43,7 +44,7 @@ def test_of_three_torch_ranks_both_that_wait_say_so(tmp_path):
     result = run("missing_torch_job.py", 3, tmp_path, "2step")
     for rank in (0, 1):
         said = f"rank {rank} has waited {LIMIT} s for other ranks in backward() or step()"
-        assert said in result.stdout, result.explain()
+        assert any(said in line for line in heard(tmp_path)), result.explain()
     assert re.search(r"^2: \[.*zero0", result.stderr, re.MULTILINE), result.stderr
 
 
@@ -58,30 +59,31 @@ def test_of_three_torch_ranks_both_that_wait_say_so(tmp_path):
 )
 def test_keras_waits_for_a_limited_time(how, stage, what, tmp_path):
     result = run("missing_keras_job.py", 2, how, stage, tmp_path)
-    told = re.search(r"^rank 0: (\d+) s: WaitTimeoutError: (.*)$", result.stdout, re.MULTILINE)
-    assert told is not None, result.explain()
-    assert "rank 0 waits in vain" in told[2]
-    assert what in told[2]
-    assert f"because rank 1 ended, or did not come within {LIMIT} s" in told[2]
-    assert "ZEROHVD_TIMEOUT" in told[2]
+    told = [line for line in heard(tmp_path) if line.startswith("rank 0: ")]
+    assert told, result.explain()
+    assert re.match(r"rank 0: \d+ s: WaitTimeoutError: ", told[0])
+    assert "rank 0 waits in vain" in told[0]
+    assert what in told[0]
+    assert f"because rank 1 ended, or did not come within {LIMIT} s" in told[0]
+    assert "ZEROHVD_TIMEOUT" in told[0]
     assert re.search(r"^1!?: \[", result.stderr, re.MULTILINE), result.stderr
 
 
 def test_keras_ranks_with_other_numbers_of_steps_are_told_at_once(tmp_path):
     """Before `fit` begins where they know them, otherwise when the first rank is through."""
     result = run("missing_keras_job.py", 2, "counts", 2, tmp_path)
-    assert result.stdout.count("at once: model.fit() would run a different number of") == 8
-    assert "batches per epoch: 4 on rank 0, 2 on rank 1" in result.stdout
-    assert "epochs: 1 on rank 0, 2 on rank 1" in result.stdout
+    said = "\n".join(heard(tmp_path))
+    assert said.count("at once: model.fit() would run a different number of") == 8, result.explain()
+    assert "batches per epoch: 4 on rank 0, 2 on rank 1" in said
+    assert "epochs: 1 on rank 0, 2 on rank 1" in said
     told = r"^rank {}: \d+ s: DisagreementError: rank {} {}.*equally many batches"
     for rank, words in ((0, "trains while another rank"), (1, "has ended an epoch")):
-        said = re.search(told.format(rank, rank, words), result.stdout, re.MULTILINE)
-        assert said is not None, result.explain()
+        assert re.search(told.format(rank, rank, words), said, re.MULTILINE), result.explain()
 
 
 def test_a_rank_that_evaluates_predicts_or_saves_alone_at_stage_3_is_told_at_once(tmp_path):
     result = run("missing_keras_job.py", 2, "alone", 3, tmp_path)
-    said = re.findall(r"at once: (.*)", result.stdout)
+    said = [line for line in heard(tmp_path) if line.startswith("at once: ")]
     assert len(said) == 10, result.explain()
     for words in (
         "rank 0 model.predict() at stage 3, rank 1 model.evaluate() at stage 3",
