@@ -210,22 +210,6 @@ def _integer(environ: Mapping[str, str], name: str) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def check_ranks(environ: Mapping[str, str], size: int) -> None:
-    """Raise if the launcher started several ranks and Horovod, of `size`, knows of one only.
-
-    Every process would train on its own then, all of them as rank 0, and overwrite each other's
-    checkpoints: the commonest accident on a cluster, and a silent one.
-    """
-    launcher = detect(environ)
-    if launcher.size is not None and launcher.size > 1 and size == 1:
-        raise RuntimeError(
-            f"{launcher.name} started {launcher.size} ranks ({launcher.evidence}="
-            f"{launcher.size}), but Horovod sees one: the ranks cannot find each other. Use the "
-            "launcher of the MPI that Horovod was built with (srun: --mpi=pmix or --mpi=pmi2, as "
-            "your MPI wants it); `zerohvd doctor` under the same launcher says more."
-        )
-
-
 def allow_single_process(environ: MutableMapping[str, str]) -> None:
     """Let a script that no launcher started run as the only rank.
 

@@ -53,7 +53,9 @@ def need(table: dict[str, str]) -> None:
             _install(missing)
         left = [command for command in table if not _is_here(command)]
     if left:
-        raise NotHereError(f"installed {', '.join(missing)}, and {', '.join(left)} is still missing")
+        raise NotHereError(
+            f"installed {', '.join(missing)}, and {', '.join(left)} is still missing"
+        )
 
 
 def extract(package: str, folder: Path) -> None:
@@ -75,7 +77,9 @@ def _is_here(command: str) -> bool:
 def _install(packages: list[str]) -> None:
     by_hand = f"apt-get install {' '.join(packages)}"
     if shutil.which("apt-get") is None:
-        raise NotHereError(f"needs Debian's packages {', '.join(packages)}, and there is no apt-get")
+        raise NotHereError(
+            f"needs Debian's packages {', '.join(packages)}, and there is no apt-get"
+        )
     if Path("/run/systemd/system").exists():
         raise NotHereError(f"installing would start services of systemd; do it by hand: {by_hand}")
     _apt("install", "-y", "--no-install-recommends", *packages)

@@ -74,6 +74,8 @@ class Slurm:
         Path(self.environment["SLURM_CONF"]).write_text(
             CONFIGURATION.format(first=self._first, folder=hosts.folder, nodes="\n".join(nodes))
         )
+        # Hosts share /tmp, as real ones do not: the plug-ins would meet in one folder there.
+        (hosts.folder / "mpi.conf").write_text("PMIxCliTmpDirBase=/run/slurm\n")
         self._first_run(["/usr/sbin/mungekey", "-c", "-k", str(hosts.folder / "munge.key")])
         for host in hosts:
             script = MUNGE.format(folder=hosts.folder)

@@ -28,6 +28,7 @@ from zerohvd.communication.traffic import PassTraffic, StepTraffic
 from zerohvd.keras import compat
 from zerohvd.keras.communication import arrays, two_steps
 from zerohvd.keras.communication.ordering import after
+from zerohvd.rank_count import check_ranks
 from zerohvd.schedule import exchange_rounds
 
 # Collectives block inside TensorFlow's kernels, where nobody but Horovod can end them. It reads the
@@ -42,6 +43,8 @@ _ALIGN = 16
 
 def join(process_set: Any = None) -> Collectives:
     """Eager collectives of this rank in `process_set`; a rank outside of it is alone."""
+    if hvd.is_initialized():
+        check_ranks(os.environ, hvd.size())
     if hvd.is_initialized() and process_set is not None:
         check_registered(process_set)
         if not process_set.included():

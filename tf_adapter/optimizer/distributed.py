@@ -35,7 +35,7 @@ from zerohvd.keras.params.pieces import (
 )
 from zerohvd.keras.params.shards import specs_of
 from zerohvd.keras.stage3.sharding import ShardedModel
-from zerohvd.launchers import check_ranks
+from zerohvd.rank_count import check_ranks
 from zerohvd.training.graph import lay_out
 
 # What belongs to the inner optimizer, and is read and set there.
@@ -105,6 +105,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         name: str | None = None,
         **horovod: Any,
     ) -> None:
+        if hvd.is_initialized():
+            check_ranks(os.environ, hvd.size())
         arguments = horovods.check(horovod)
         config = ZeroConfig(
             stage=stage,
@@ -163,7 +165,6 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             _check_sharded(self.sharded, variables)
         with compat.outside_of_traces():
             wire = Wire(self.process_set) if self.sharded is None else self.sharded.units.wire
-            check_ranks(os.environ, hvd.size())
             everyone = wire.eager.allgather_object(tables, name="zero/agree/tables")
             rows = {i for found in everyone for i in found}
             how = partition.choose(self.inner_optimizer, self.config.partition)

@@ -19,7 +19,7 @@ from zerohvd.communication.collectives import (
     check_registered,
 )
 from zerohvd.communication.hosts import Grid
-from zerohvd.launchers import check_ranks
+from zerohvd.rank_count import check_ranks
 from zerohvd.torch import compat
 from zerohvd.torch.communication import arrays, two_steps
 

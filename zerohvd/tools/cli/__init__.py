@@ -20,6 +20,7 @@ _COMMANDS = {
     "horovod": "build and install a Horovod that fits this environment",
     "doctor": "check the installation and the cluster, and say how to fix what is wrong",
     "plan": "how much memory each stage needs per rank",
+    "submit": "a job script for Slurm, PBS or LSF",
     "checkpoint": "look into checkpoints, convert and compare them",
 }
 
