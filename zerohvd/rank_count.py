@@ -73,7 +73,7 @@ def _fix_of_srun(environ: Mapping[str, str], libmpi: Path) -> str:
             "`export PMIX_MCA_psec=native` before `srun --mpi=pmix python ...`"
         )
     said = f"srun was told --mpi={spoken}, and {libmpi}, Horovod's MPI, needs --mpi={wanted}"
-    if is_open_mpi and _is_in(libmpi, Path(sys.prefix)):
+    if is_open_mpi and _is_wheel(libmpi):
         # PyPI's Open MPI has no munge, which Slurm's PMIx would choose to prove who is who.
         return f"{said}: write `PMIX_MCA_psec=native srun --mpi=pmix python ...`"
     return f"{said}: write `srun --mpi={wanted} python ...` (`srun --mpi=list`: what there is)"
@@ -85,8 +85,9 @@ def _spoken_by_srun(environ: Mapping[str, str]) -> str:
     return "pmi2" if "PMI_RANK" in environ else "none"
 
 
-def _is_in(path: Path, folder: Path) -> bool:
-    return path.is_relative_to(folder) or path.resolve().is_relative_to(folder.resolve())
+def _is_wheel(libmpi: Path) -> bool:
+    prefix = Path(sys.prefix)
+    return libmpi.is_relative_to(prefix) or libmpi.resolve().is_relative_to(prefix.resolve())
 
 
 def warn_of_lonely_ranks(environ: Mapping[str, str] = os.environ) -> None:
@@ -97,8 +98,10 @@ def warn_of_lonely_ranks(environ: Mapping[str, str] = os.environ) -> None:
     launcher = detect(environ)
     if launcher.name != "srun" or (launcher.size or 1) < 2 or _is_meant(environ):
         return
-    libmpi = launching.horovod_libmpi() if _spoken_by_srun(environ) == "none" else None
-    if libmpi is not None:
+    spoken = _spoken_by_srun(environ)
+    libmpi = None if spoken == "pmix" else launching.horovod_libmpi()
+    # Another Open MPI than PyPI's may have been built for PMI2.
+    if libmpi is not None and (spoken == "none" or _is_wheel(libmpi)):
         print(
             f"zerohvd: this is rank {launcher.rank} of {launcher.size} that srun started, and "
             f"they cannot find each other. {fix(launcher, environ, libmpi, _mpirun())}",

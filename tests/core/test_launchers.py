@@ -157,6 +157,9 @@ def test_a_process_without_a_launcher_may_stay_alone():
     alone: dict[str, str] = {}
     allow_single_process(alone)
     assert alone == {"OMPI_MCA_ess_singleton_isolated": "1"}
+    of_another_mpi = dict(HYDRA)
+    allow_single_process(of_another_mpi)
+    assert of_another_mpi == {**HYDRA, "OMPI_MCA_ess_singleton_isolated": "1"}
     launched = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
     allow_single_process(launched)
     assert "OMPI_MCA_ess_singleton_isolated" not in launched
