@@ -7,6 +7,7 @@ that block inside a framework's kernels are ended by Horovod, which is told the 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import re
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
 
+from zerohvd.ending import bound_the_end
 from zerohvd.errors import WaitTimeoutError
 
 VARIABLE = "ZEROHVD_TIMEOUT"
@@ -30,6 +32,10 @@ _SLOWLY_AFTER = 0.25
 # scheduler that suspends jobs, is nobody's delay.
 _LONGEST_TICK = 1.0
 
+# A wait of this long, or of a fifth of the limit, is told: a launcher may end the job before.
+_TELL_AFTER = 30.0
+
+_log = logging.getLogger("zerohvd")
 _give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
 _during: ContextVar[str] = ContextVar("during", default="")
 
@@ -72,23 +78,42 @@ class Deadline:
         waited: Seconds so far.
     """
 
-    def __init__(self, limit: float | None = None) -> None:
+    def __init__(
+        self, limit: float | None = None, waits: Callable[[float], str] | None = None
+    ) -> None:
+        """
+        Args:
+            waits: What is told of a wait of so many seconds, some time before the limit.
+        """
         self.limit = seconds() if limit is None else limit
         self.waited = 0.0
         self._last = time.monotonic()
+        self._tell_after = math.inf if waits is None else min(_TELL_AFTER, self.limit / 5)
+        self._waits = waits
 
     def passed(self) -> bool:
         now = time.monotonic()
         self.waited += min(now - self._last, _LONGEST_TICK)
         self._last = now
+        if self.waited > self._tell_after and self._waits is not None:
+            self._tell_after = math.inf
+            _log.warning("%s; until %.0f s", self._waits(self.waited), self.limit)
         return self.waited > self.limit
 
 
-def wait(done: Callable[[], bool], late: Callable[[float], Exception]) -> float:
-    """Return the seconds until `done()`; after `seconds()` of them, raise `late(waited)`."""
+def wait(
+    done: Callable[[], bool],
+    late: Callable[[float], Exception],
+    waits: Callable[[float], str] | None = None,
+) -> float:
+    """Return the seconds until `done()`; after `seconds()` of them, raise `late(waited)`.
+
+    Args:
+        waits: As for `Deadline`.
+    """
     if done():
         return 0.0
-    deadline = Deadline()
+    deadline = Deadline(waits=waits)
     while not done():
         if deadline.passed():
             raise late(deadline.waited)
@@ -133,6 +158,12 @@ def in_words(name: str) -> str:
     return f"collective {name!r}"
 
 
+def waits(rank: int, members: Sequence[int], what: str, waited: float) -> str:
+    """Who waits, for whom, in what."""
+    who = _others(rank, members)
+    return f"rank {rank} has waited {waited:.0f} s for {who}{_where()}: {what}"
+
+
 def timed_out(rank: int, members: Sequence[int], what: str, waited: float) -> WaitTimeoutError:
     """The error of `rank`, which has waited for the other `members`.
 
@@ -142,8 +173,9 @@ def timed_out(rank: int, members: Sequence[int], what: str, waited: float) -> Wa
     """
     who = _others(rank, members)
     known = "" if len(members) == 2 else f"{_NAMED}. "
+    bound_the_end()
     return WaitTimeoutError(
-        f"rank {rank} has waited {waited:.0f} s for {who}{_where()}: {what}. {known}See the output "
+        f"{waits(rank, members, what, waited)}. {known}See the output "
         f"of {who}, which may have failed, or made another call. {_ADVICE}"
     )
 
@@ -157,9 +189,10 @@ def explain(
         what: The collective that has failed, in the user's words.
         waited: Seconds, if somebody has counted them.
     """
-    waits = "waits" if waited is None else f"has waited {waited:.0f} s"
-    vain = f"rank {rank} {waits} in vain{_where()}: {what}"
+    how = "waits" if waited is None else f"has waited {waited:.0f} s"
+    vain = f"rank {rank} {how} in vain{_where()}: {what}"
     if _IN_FLIGHT in str(error):
+        bound_the_end()
         return WaitTimeoutError(
             f"{vain}. It still waits in the same collective from an earlier call that has failed: "
             "ranks that did not come then cannot be met now. End the job, and start it again from "

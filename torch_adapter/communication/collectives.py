@@ -34,7 +34,7 @@ class _HorovodHandle:
 
     def wait(self) -> Any:
         """Return what the collective gives; Horovod itself would wait without a limit."""
-        waited = limits.wait(self.done, self._late)
+        waited = limits.wait(self.done, self._late, self._waits)
         with self._collectives.explained(self._name, waited):
             result = mpi_ops.synchronize(self._handle)
         self._alive = ()
@@ -43,6 +43,10 @@ class _HorovodHandle:
     def _late(self, waited: float) -> Exception:
         c = self._collectives
         return limits.timed_out(c.members[c.rank], c.members, limits.in_words(self._name), waited)
+
+    def _waits(self, waited: float) -> str:
+        c = self._collectives
+        return limits.waits(c.members[c.rank], c.members, limits.in_words(self._name), waited)
 
     def done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""

@@ -171,7 +171,7 @@ class Waiting:
                 answer would give it this rank's old shard.
         """
         started = time.monotonic()
-        deadline = limits.Deadline(limit)
+        deadline = limits.Deadline(limit, lambda waited: limits.waits(*self._what(unit), waited))
         lonely = unit is not None and unit.number in self._lonely
         ask = _AskingRule(self._timing.short_patience if lonely else self._patience)
         alone = self._collectives.size == 1
@@ -234,9 +234,12 @@ class Waiting:
         return True
 
     def _complaint(self, unit: Gatherable | None) -> WaitTimeoutError:
+        return limits.timed_out(*self._what(unit), self._timing.limit)
+
+    def _what(self, unit: Gatherable | None) -> tuple[int, Sequence[int], str]:
         c = self._collectives
         what = "a meeting of all ranks" if unit is None else f"unit {unit.name!r} to be gathered"
-        return limits.timed_out(c.members[c.rank], c.members, what, self._timing.limit)
+        return c.members[c.rank], c.members, what
 
     # -- questions --------------------------------------------------------------------------------
 

@@ -1,0 +1,39 @@
+"""The end of a process whose wait has failed comes in bounded time."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import sys
+import threading
+import time
+
+SECONDS = 20.0
+
+
+@functools.cache
+def bound_the_end() -> None:
+    """Give the end of this process `SECONDS`, from when its script is done.
+
+    Horovod and MPI say goodbye to the other ranks then. One that is frozen, or behind a cut link,
+    does not answer: the process would stay, and a launcher ends a job only once a rank has ended.
+    """
+    # Made now: the interpreter starts no threads when it ends.
+    ending = threading.Event()
+    threading.Thread(target=_end_after, args=(ending,), daemon=True).start()
+    atexit.register(ending.set)
+
+
+def _end_after(ending: threading.Event) -> None:
+    ending.wait()
+    time.sleep(SECONDS)
+    with contextlib.suppress(Exception):
+        print(
+            f"zerohvd: the other ranks have not let this one end within {SECONDS:.0f} s: it leaves",
+            file=sys.stderr,
+        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(1)
