@@ -57,7 +57,7 @@ def look() -> Cores:
 
 
 def settle(
-    threads_now: int,
+    threads_now: int | None,
     set_threads: Callable[[int], None],
     how: str,
     *,
@@ -68,7 +68,7 @@ def settle(
     """Give this rank its share of the cores, and tell so once per job.
 
     Args:
-        threads_now: What the framework would take; 0: it has not decided yet.
+        threads_now: What the framework would take; 0: it has not decided; None: the user has.
         set_threads: The framework's own call.
         how: The user's own way to set it, for the line that is printed.
         is_started: Whether Horovod, and with it MPI, has been initialised.
@@ -104,7 +104,7 @@ def _has_decided(environ: Mapping[str, str]) -> bool:
     return any(environ.get(name) for name in _THREADS_OF_USER)
 
 
-def _is_default(threads: int, cores: Cores) -> bool:
+def _is_default(threads: int | None, cores: Cores) -> bool:
     """Whether a framework would have chosen `threads` itself: all cores, or one of two twins."""
     own = {cores.allowed, cores.here, os.cpu_count() or 1}
     return threads in {0, *own, *(count // 2 for count in own)}

@@ -55,6 +55,7 @@ def test_threads_are_set_and_announced_by_one_rank(capsys):
     [
         ({**MPIRUN, "OMP_NUM_THREADS": "8"}, 8),
         ({**MPIRUN, "MKL_NUM_THREADS": "3"}, 8),
+        (MPIRUN, None),
         (MPIRUN, 3),  # no framework chooses that by itself
         (MPIRUN, 2),  # as it should be
         ({}, 8),  # one process

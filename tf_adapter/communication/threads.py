@@ -14,11 +14,11 @@ from zerohvd import cores
 def settle() -> None:
     """For when the adapter is imported: what the user sets afterwards holds."""
     threading = tf.config.threading
-    decided = int(os.environ.get("TF_NUM_INTRAOP_THREADS") or 0)
+    decided = os.environ.get("TF_NUM_INTRAOP_THREADS")
     # TensorFlow refuses once it runs anything: then it keeps the threads that it has.
     with contextlib.suppress(RuntimeError):
         cores.settle(
-            decided or threading.get_intra_op_parallelism_threads(),
+            None if decided or threading.get_intra_op_parallelism_threads() else 0,
             threading.set_intra_op_parallelism_threads,
             "TF_NUM_INTRAOP_THREADS",
             is_started=hvd.is_initialized(),
