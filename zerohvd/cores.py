@@ -7,6 +7,7 @@ user has said nothing.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
@@ -69,7 +70,7 @@ def settle(
 
     Args:
         threads_now: What the framework would take; 0: it has not decided; None: the user has.
-        set_threads: The framework's own call.
+        set_threads: The framework's own call; a RuntimeError of it means: too late, leave it.
         how: The user's own way to set it, for the line that is printed.
         is_started: Whether Horovod, and with it MPI, has been initialised.
     """
@@ -81,9 +82,12 @@ def settle(
     said = []
     threads = cores.threads(ranks)
     if _is_default(threads_now, cores) and not _has_decided(environ) and threads != threads_now:
-        set_threads(threads)
         plural = "thread" if threads == 1 else "threads"
-        said.append(f"{threads} {plural} per rank ({how} or OMP_NUM_THREADS sets another number)")
+        with contextlib.suppress(RuntimeError):
+            set_threads(threads)
+            said.append(
+                f"{threads} {plural} per rank ({how} or OMP_NUM_THREADS sets another number)"
+            )
     # The second is Open MPI's own word for ranks that shall give way.
     polls = launcher.flavour != "Gloo" and not environ.keys() & {
         YIELD,

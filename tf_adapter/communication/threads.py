@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 
 import horovod.tensorflow as hvd
@@ -16,10 +15,9 @@ def settle() -> None:
     threading = tf.config.threading
     decided = os.environ.get("TF_NUM_INTRAOP_THREADS")
     # TensorFlow refuses once it runs anything: then it keeps the threads that it has.
-    with contextlib.suppress(RuntimeError):
-        cores.settle(
-            None if decided or threading.get_intra_op_parallelism_threads() else 0,
-            threading.set_intra_op_parallelism_threads,
-            "TF_NUM_INTRAOP_THREADS",
-            is_started=hvd.is_initialized(),
-        )
+    cores.settle(
+        None if decided or threading.get_intra_op_parallelism_threads() else 0,
+        threading.set_intra_op_parallelism_threads,
+        "TF_NUM_INTRAOP_THREADS",
+        is_started=hvd.is_initialized(),
+    )
