@@ -18,6 +18,8 @@ SWITCH = "ZEROHVD_TEST_LAB"  # =off: no test of the lab runs, nothing is install
 _SECONDS = 240
 _ENVIRONMENT = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
 
+PMIX = "libpmix.so"
+
 # Command -> package.
 OF_HOSTS = {
     "/usr/sbin/sshd": "openssh-server",
@@ -33,7 +35,7 @@ OF_SLURM = {
     "srun": "slurm-client",
     "/usr/sbin/munged": "munge",
     # Slurm loads libpmix.so, the link of the development package, for `srun --mpi=pmix`.
-    "/usr/include/pmix.h": "libpmix-dev",
+    PMIX: "libpmix-dev",
 }
 
 
@@ -69,8 +71,8 @@ def extract(package: str, folder: Path) -> None:
 
 
 def _is_here(command: str) -> bool:
-    if command == "/usr/include/pmix.h":
-        return any(Path("/usr/lib").glob("*/pmix2/include/pmix.h")) or Path(command).exists()
+    if command == PMIX:
+        return any(Path("/usr/lib").glob(f"*/pmix2/lib/{PMIX}"))
     return shutil.which(command) is not None
 
 

@@ -100,9 +100,8 @@ def loadable(folder: Path) -> None:
 
 
 @needs_torch
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
-def test_a_killed_rank_ends_the_job(launcher, start, tmp_path):
-    job = start(launcher, "torch")
+def test_a_killed_rank_ends_the_job(start, tmp_path):
+    job = start("mpirun", "torch")
     job.trains()
     job.signal(1, signal.SIGKILL)
     job.wait_for(job.ended, 30)

@@ -65,7 +65,6 @@ def sbatch(nodes: int, ranks_per_node: int) -> Launch:
 # Launch, ranks, ranks on the first host.
 LEGS = {
     "torch": [
-        (mpirun("-np", "2"), 2, 2),
         (srun("-N1", "-n2"), 2, 2),
         (horovodrun("--gloo", "-np", "4", "-H", "h1:2,h2:2"), 4, 2),
         (horovodrun("--mpi", "-np", "3", "-H", "h1:1,h2:1,h3:1"), 3, 1),
