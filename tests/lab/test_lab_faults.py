@@ -18,12 +18,15 @@ from zerohvd.launching import end_session, find_mpirun
 
 JOB = Path(__file__).with_name("fault_job.py")
 HOSTS = "h1:1,h2:1"
-# Seconds: what takes minutes by default. Daemons of Open MPI notice a cut link after 4 s here.
+# Seconds: what takes minutes by default. Open MPI's daemons notice a cut link after 5 + 3 x 2 here,
+# and ranks say after a fifth of their limit for whom they wait.
 LIMITS = {
-    "ZEROHVD_TIMEOUT": "10",
-    "OMPI_MCA_oob_tcp_keepalive_time": "2",
-    "OMPI_MCA_oob_tcp_keepalive_intvl": "1",
-    "OMPI_MCA_oob_tcp_keepalive_probes": "2",
+    "ZEROHVD_TIMEOUT": "20",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "90",  # Keras: of a slow start as well
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "20",
+    "OMPI_MCA_oob_tcp_keepalive_time": "5",
+    "OMPI_MCA_oob_tcp_keepalive_intvl": "2",
+    "OMPI_MCA_oob_tcp_keepalive_probes": "3",
 }
 PAUSE = 4.0
 
@@ -41,9 +44,7 @@ class Job:
         if launcher == "horovodrun":
             return ["horovodrun", "--gloo", "-np", "2", "-H", HOSTS]
         mpirun = find_mpirun()
-        passed = [
-            word for name in ("PATH", "PYTHONPATH", "ZEROHVD_TIMEOUT") for word in ("-x", name)
-        ]
+        passed = [word for name in ("PATH", "PYTHONPATH", *LIMITS) for word in ("-x", name)]
         prefix = ["--prefix", str(mpirun.parent.parent)]
         return [str(mpirun), *prefix, "--bind-to", "none", "-np", "2", "--host", HOSTS, *passed]
 

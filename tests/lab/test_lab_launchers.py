@@ -19,6 +19,7 @@ from zerohvd.launching import LaunchResult, find_mpirun
 
 HERE = Path(__file__).parent
 STEPS = 2  # of a leg
+SECONDS = 180  # that a leg may take, on a busy machine
 Launch = Callable[[Hosts, Slurm, list[str]], LaunchResult]
 
 
@@ -26,7 +27,9 @@ def mpirun(*words: str) -> Launch:
     def launch(hosts: Hosts, slurm: Slurm, job: list[str]) -> LaunchResult:
         mpi = find_mpirun()
         start = [str(mpi), "--prefix", str(mpi.parent.parent), "--bind-to", "none"]
-        return hosts["h1"].run([*start, "-x", "PYTHONPATH", "-x", "PATH", *words, *job], timeout=90)
+        return hosts["h1"].run(
+            [*start, "-x", "PYTHONPATH", "-x", "PATH", *words, *job], timeout=SECONDS
+        )
 
     return launch
 
@@ -35,13 +38,15 @@ def horovodrun(kind: str, *words: str) -> Launch:
     def launch(hosts: Hosts, slurm: Slurm, job: list[str]) -> LaunchResult:
         # Where the other hosts find Open MPI's daemon.
         more = [f"--mpi-args=--prefix {find_mpirun().parent.parent}"] if kind == "--mpi" else []
-        return hosts["h1"].run(["horovodrun", kind, *more, *words, *job], timeout=90)
+        return hosts["h1"].run(["horovodrun", kind, *more, *words, *job], timeout=SECONDS)
 
     return launch
 
 
 def srun(*words: str) -> Launch:
-    return lambda hosts, slurm, job: slurm.run(["srun", "--mpi=pmix", *words, *job], timeout=90)
+    return lambda hosts, slurm, job: slurm.run(
+        ["srun", "--mpi=pmix", *words, *job], timeout=SECONDS
+    )
 
 
 def sbatch(nodes: int, ranks_per_node: int) -> Launch:
@@ -55,7 +60,9 @@ def sbatch(nodes: int, ranks_per_node: int) -> Launch:
         folder = Path(job[-2])
         (folder / "job.sh").write_text(written.stdout)
         output = folder / "sbatch.out"
-        done = slurm.run(["sbatch", "--wait", f"--output={output}", f"{folder}/job.sh"], timeout=90)
+        done = slurm.run(
+            ["sbatch", "--wait", f"--output={output}", f"{folder}/job.sh"], timeout=SECONDS
+        )
         assert done.ok, done.explain() + (output.read_text() if output.exists() else "")
         return done
 
