@@ -44,7 +44,8 @@ class Job:
         if launcher == "horovodrun":
             return ["horovodrun", "--gloo", "-np", "2", "-H", HOSTS]
         mpirun = find_mpirun()
-        passed = [word for name in ("PATH", "PYTHONPATH", *LIMITS) for word in ("-x", name)]
+        names = [name for name in LIMITS if not name.startswith("OMPI_")]  # which it passes itself
+        passed = [word for name in ("PATH", "PYTHONPATH", *names) for word in ("-x", name)]
         prefix = ["--prefix", str(mpirun.parent.parent)]
         return [str(mpirun), *prefix, "--bind-to", "none", "-np", "2", "--host", HOSTS, *passed]
 
