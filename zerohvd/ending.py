@@ -1,4 +1,4 @@
-"""The end of a process whose wait has failed comes in bounded time."""
+"""The end of a process whose wait has failed, or cannot, comes in bounded time."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ def bound_the_end() -> None:
 def _end_after(ending: threading.Event) -> None:
     ending.wait()
     time.sleep(SECONDS)
+    leave(f"the other ranks have not let this one end within {SECONDS:.0f} s")
+
+
+def leave(reason: str) -> None:
+    """End this process now, whatever its main thread waits for."""
     with contextlib.suppress(Exception):
-        print(
-            f"zerohvd: the other ranks have not let this one end within {SECONDS:.0f} s: it leaves",
-            file=sys.stderr,
-        )
         sys.stdout.flush()
-        sys.stderr.flush()
+        print(f"zerohvd: {reason}. It leaves", file=sys.stderr, flush=True)
     os._exit(1)

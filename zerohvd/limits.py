@@ -233,7 +233,12 @@ def is_shut_down(error: BaseException) -> bool:
 
     Elastic jobs recognise Horovod's own error, shut down and start again: nothing to explain there.
     """
-    return _SHUT_DOWN in str(error) and os.environ.get("HOROVOD_ELASTIC", "0") in ("", "0")
+    return _SHUT_DOWN in str(error) and not is_elastic()
+
+
+def is_elastic(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether ranks may come and go."""
+    return environ.get("HOROVOD_ELASTIC", "0") not in ("", "0")
 
 
 # -- Horovod --------------------------------------------------------------------------------------

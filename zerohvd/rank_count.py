@@ -9,6 +9,7 @@ from pathlib import Path
 
 from zerohvd import launching, versions
 from zerohvd.launchers import Launcher, detect
+from zerohvd.limits import is_elastic
 
 ALONE = "ZEROHVD_ALONE"
 
@@ -33,7 +34,7 @@ def check_ranks(environ: Mapping[str, str], size: int) -> None:
 
 def _is_meant(environ: Mapping[str, str]) -> bool:
     # An elastic job may shrink to one rank, and its variables speak of its start.
-    return any(environ.get(name, "0") not in ("", "0") for name in (ALONE, "HOROVOD_ELASTIC"))
+    return environ.get(ALONE, "0") not in ("", "0") or is_elastic(environ)
 
 
 def _mpirun() -> Path | None:

@@ -28,6 +28,7 @@ from zerohvd.communication.traffic import PassTraffic, StepTraffic
 from zerohvd.keras import compat
 from zerohvd.keras.communication import arrays, two_steps
 from zerohvd.keras.communication.ordering import after
+from zerohvd.peers.watch import watch_next
 from zerohvd.rank_count import check_ranks
 from zerohvd.schedule import exchange_rounds
 
@@ -71,7 +72,9 @@ class Wire:
             self._zero = tf.Variable(0.0, trainable=False, name="zero")
         self._marks: dict[str, Any] = {}
         if not alone:
-            self.eager.find_hosts()
+            hosts = self.eager.find_hosts()
+            if self._set.process_set_id == 0 and not limits.is_elastic():
+                watch_next(self.eager, hosts)
         self.traffic = self.new_traffic()
 
     def new_traffic(self) -> StepTraffic:
