@@ -10,26 +10,24 @@ import sys
 import threading
 import time
 
-SECONDS = 20.0
-
 
 @functools.cache
-def bound_the_end() -> None:
-    """Give the end of this process `SECONDS`, from when its script is done.
+def bound_the_end(seconds: float) -> None:
+    """Give the end of this process so many seconds, from when its script is done.
 
     Horovod and MPI say goodbye to the other ranks then. One that is frozen, or behind a cut link,
     does not answer: the process would stay, and a launcher ends a job only once a rank has ended.
     """
     # Made now: the interpreter starts no threads when it ends.
     ending = threading.Event()
-    threading.Thread(target=_end_after, args=(ending,), daemon=True).start()
+    threading.Thread(target=_end_after, args=(ending, seconds), daemon=True).start()
     atexit.register(ending.set)
 
 
-def _end_after(ending: threading.Event) -> None:
+def _end_after(ending: threading.Event, seconds: float) -> None:
     ending.wait()
-    time.sleep(SECONDS)
-    leave(f"the other ranks have not let this one end within {SECONDS:.0f} s")
+    time.sleep(seconds)
+    leave(f"the other ranks have not let this one end within {seconds:.0f} s")
 
 
 def leave(reason: str) -> None:

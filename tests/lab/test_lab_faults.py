@@ -21,7 +21,7 @@ HOSTS = "h1:1,h2:1"
 # Seconds: what takes minutes by default. Open MPI's daemons notice a cut link after 5 + 3 x 2 here,
 # and ranks say after a fifth of their limit for whom they wait.
 LIMITS = {
-    "ZEROHVD_TIMEOUT": "20",
+    "ZEROHVD_TIMEOUT": "12",
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "90",  # Keras: of a slow start as well
     "HOROVOD_GLOO_TIMEOUT_SECONDS": "20",
     "OMPI_MCA_oob_tcp_keepalive_time": "5",
