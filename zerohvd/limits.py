@@ -32,8 +32,8 @@ _SLOWLY_AFTER = 0.25
 # scheduler that suspends jobs, is nobody's delay.
 _LONGEST_TICK = 1.0
 
-# For the end of a process whose wait has failed, if the limit is not shorter still.
-_LONGEST_END = 20.0
+# For the end of a process whose wait has failed: other ranks may still have to come to theirs.
+_END_SECONDS = 30.0
 # A wait of this long, or of a fifth of the limit, is told: a launcher may end the job before.
 _TELL_AFTER = 30.0
 
@@ -175,7 +175,7 @@ def timed_out(rank: int, members: Sequence[int], what: str, waited: float) -> Wa
     """
     who = _others(rank, members)
     known = "" if len(members) == 2 else f"{_NAMED}. "
-    bound_the_end(min(_LONGEST_END, seconds()))
+    bound_the_end(_END_SECONDS)
     return WaitTimeoutError(
         f"{waits(rank, members, what, waited)}. {known}See the output "
         f"of {who}, which may have failed, or made another call. {_ADVICE}"
@@ -194,7 +194,7 @@ def explain(
     how = "waits" if waited is None else f"has waited {waited:.0f} s"
     vain = f"rank {rank} {how} in vain{_where()}: {what}"
     if _IN_FLIGHT in str(error):
-        bound_the_end(min(_LONGEST_END, seconds()))
+        bound_the_end(_END_SECONDS)
         return WaitTimeoutError(
             f"{vain}. It still waits in the same collective from an earlier call that has failed: "
             "ranks that did not come then cannot be met now. End the job, and start it again from "
