@@ -10,6 +10,7 @@ import contextlib
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
@@ -62,6 +63,13 @@ def during(call: str) -> Iterator[None]:
         _during.reset(token)
 
 
+def warning_seconds(environ: Mapping[str, str] = os.environ) -> float:
+    """How long a rank waits before it says for whom: as long as Horovod's own warning takes."""
+    text = environ.get(_CHECK, "")
+    value = float(text) if text.isdecimal() else min(_HOROVODS_CHECK, seconds(environ) / 5)
+    return value or math.inf  # 0: the user wants no warnings
+
+
 # -- waiting --------------------------------------------------------------------------------------
 
 
@@ -76,6 +84,18 @@ class Deadline:
         self.limit = seconds() if limit is None else limit
         self.waited = 0.0
         self._last = time.monotonic()
+        self._warn_at: float | None = None
+
+    def stalled(self) -> bool:
+        """Whether to warn of this wait now: True once, after `warning_seconds()`."""
+        if self.waited <= _SLOWLY_AFTER:
+            return False
+        if self._warn_at is None:
+            self._warn_at = warning_seconds()
+        if self.waited < self._warn_at:
+            return False
+        self._warn_at = math.inf
+        return True
 
     def passed(self) -> bool:
         now = time.monotonic()
@@ -84,14 +104,24 @@ class Deadline:
         return self.waited > self.limit
 
 
-def wait(done: Callable[[], bool], late: Callable[[float], Exception]) -> float:
-    """Return the seconds until `done()`; after `seconds()` of them, raise `late(waited)`."""
+def wait(
+    done: Callable[[], bool],
+    late: Callable[[float], Exception],
+    stalled: Callable[[float], None] | None = None,
+) -> float:
+    """Return the seconds until `done()`; after `seconds()` of them, raise `late(waited)`.
+
+    Args:
+        stalled: Called once, some time before that, if the wait is long: see `warning_seconds`.
+    """
     if done():
         return 0.0
     deadline = Deadline()
     while not done():
         if deadline.passed():
             raise late(deadline.waited)
+        if stalled is not None and deadline.stalled():
+            stalled(deadline.waited)
         if deadline.waited < _SPIN_SECONDS:
             _give_way()
         else:
@@ -118,11 +148,14 @@ _WORDS = (
     (r"/overflow$", "a look for overflows in the gradients"),
     (r"/weights?$", "the weights of the ranks' batches"),
     (r"/written\b", "what zero.gathered(writable=True) has changed"),
+    (r"/watched$", "the numbers of zero.Monitor"),
 )
 
 
 def in_words(name: str) -> str:
-    """What a collective of this name is for."""
+    """What a collective of this name is for; what is no name stays as it is."""
+    if not name or " to be " in name or name.startswith("a "):
+        return name
     # TensorFlow allows no slashes in names.
     slashed = name if "/" in name else name.replace(".", "/")
     for pattern, words in _WORDS:
@@ -133,15 +166,45 @@ def in_words(name: str) -> str:
     return f"collective {name!r}"
 
 
-def timed_out(rank: int, members: Sequence[int], what: str, waited: float) -> WaitTimeoutError:
+def warn_of(handle: object, waited: float) -> None:
+    """Warn of a wait that is long, if the handle can say more than that."""
+    warn = getattr(handle, "warn", None)
+    if warn is not None:
+        warn(waited)
+
+
+def say_stalled(
+    rank: int, members: Sequence[int], what: str, waited: float, missing: str = ""
+) -> None:
+    """Print one line about a wait that goes on.
+
+    Args:
+        what: What `rank` waits for, in the user's words.
+        missing: A sentence about the ranks that have not come.
+    """
+    ends = f"It waits until {seconds():.0f} s ({VARIABLE})"
+    known = missing or ("" if len(members) == 2 else f"{_NAMED}.")
+    line = (
+        f"zerohvd: rank {rank} has waited {waited:.0f} s for {_others(rank, members)}{_where()}: "
+        f"{what}. {known} {ends}\n"
+    )
+    # One write: launchers mix the lines of ranks that write in parts.
+    sys.stderr.write(line)
+    sys.stderr.flush()
+
+
+def timed_out(
+    rank: int, members: Sequence[int], what: str, waited: float, missing: str = ""
+) -> WaitTimeoutError:
     """The error of `rank`, which has waited for the other `members`.
 
     Args:
         what: What it has waited for, in the user's words.
         waited: Seconds.
+        missing: A sentence about the ranks that have not come.
     """
     who = _others(rank, members)
-    known = "" if len(members) == 2 else f"{_NAMED}. "
+    known = f"{missing} " if missing else "" if len(members) == 2 else f"{_NAMED}. "
     return WaitTimeoutError(
         f"rank {rank} has waited {waited:.0f} s for {who}{_where()}: {what}. {known}See the output "
         f"of {who}, which may have failed, or made another call. {_ADVICE}"

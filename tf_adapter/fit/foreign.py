@@ -20,7 +20,7 @@ import keras
 from zerohvd.communication.agreement import check_same_decision
 from zerohvd.communication.collectives import Collectives
 from zerohvd.communication.rendezvous import Call
-from zerohvd.errors import ShardedStateError
+from zerohvd.errors import DisagreementError, ShardedStateError
 from zerohvd.keras.fit.callback_list import given_callbacks, with_callbacks
 from zerohvd.keras.optimizer import entry, state
 from zerohvd.keras.optimizer.distributed import optimizer_of, ranks_of
@@ -57,7 +57,10 @@ def _around(callbacks: Sequence[Any], ranks: Collectives) -> tuple[list[Any], li
     mine = [c for c in callbacks if isinstance(c, keras.callbacks.ModelCheckpoint)]
     whole = [c for c in mine if not c.save_weights_only]
     said = [[c.filepath, c.save_freq] for c in whole]
-    everyone = ranks.allgather_object(said, name="zero/fit/checkpoints")
+    monitors = [c.monitors_every for c in callbacks if hasattr(c, "monitors_every")]
+    told = ranks.allgather_object([said, monitors], name="zero/fit/checkpoints")
+    _check_monitors([found for _, found in told])
+    everyone = [found for found, _ in told]
     savers = [rank for rank, found in enumerate(everyone) if found]
     if not savers:
         return [_EndTogether()], [_Decisions(ranks)]
@@ -65,6 +68,16 @@ def _around(callbacks: Sequence[Any], ranks: Collectives) -> tuple[list[Any], li
     for path, frequency in everyone[savers[0]]:
         _check_checkpoint(path, frequency, savers)
     return [_EndTogether(), _Collect(savers[0], ranks)], [_Forget(), _Decisions(ranks)]
+
+
+def _check_monitors(everyone: Sequence[Sequence[int]]) -> None:
+    if any(found != everyone[0] for found in everyone):
+        said = [f"rank {rank}: every={found}" for rank, found in enumerate(everyone)]
+        raise DisagreementError(
+            "not all ranks have the same zero.callbacks.Monitor "
+            f"({', '.join(said)}). Pass it to fit() on every rank, with the same `every`: it "
+            "writes on rank 0 alone by itself"
+        )
 
 
 def _check_checkpoint(path: str, frequency: Any, savers: Sequence[int]) -> None:

@@ -18,6 +18,7 @@ from zerohvd.config import MIB, ZeroConfig
 from zerohvd.errors import ShardedStateError
 from zerohvd.keras import compat
 from zerohvd.keras.communication import horovods
+from zerohvd.keras.communication.clock import Clock
 from zerohvd.keras.communication.members import Members
 from zerohvd.keras.communication.wire import Wire, join
 from zerohvd.keras.gradients.reducer import weighing
@@ -125,6 +126,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         self.broadcast = broadcast
         self._members = Members(process_set)
         self.step: Any = None  # a ShardedStep once the optimizer is built
+        self.clock: Clock | None = None  # of a Monitor
+        self.scaler_in_use: Any = None  # the LossScaleOptimizer that the latest step came from
         # The whole state, while `zero.save_model` saves a model; None: it has not been collected.
         self.saved_state: dict[str, Any] | None = None
         # The state that `load_model` has read, until the ranks build the optimizer together.
@@ -150,6 +153,13 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             return
         self._build(list(variables), [])
 
+    def set_clock(self, clock: Clock) -> None:
+        """Measure the collectives of steps that are traced from now on."""
+        self.clock = clock
+        if self.step is not None or self.sharded is not None:
+            wire = self.step.wire if self.sharded is None else self.sharded.units.wire
+            wire.clock = clock
+
     def build_loaded(self) -> None:
         """Build now what `load_model` deferred to the first step; all ranks must call it."""
         if self.step is None and self._loaded_variables:
@@ -163,6 +173,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             _check_sharded(self.sharded, variables)
         with compat.outside_of_traces():
             wire = Wire(self.process_set) if self.sharded is None else self.sharded.units.wire
+            wire.clock = self.clock
             check_ranks(os.environ, hvd.size())
             everyone = wire.eager.allgather_object(tables, name="zero/agree/tables")
             rows = {i for found in everyone for i in found}
@@ -249,6 +260,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None, scaler: Any
     ) -> None:
         """`apply` for gradients of a loss that `scaler` (a LossScaleOptimizer or None) scaled."""
+        self.scaler_in_use = scaler
         grads = list(grads)
         if not grads:
             return

@@ -7,7 +7,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -39,6 +39,16 @@ from zerohvd.training.step import MustAgree
 MakeUnits = Callable[[TorchCollectives | LocalCollectives, str], Units]
 
 
+class Watcher(Protocol):
+    """A Monitor, as far as an optimizer and its scaler know it."""
+
+    def scaled_by(self, scaler: Any) -> None:
+        """The scaler is about to call `step()`, or not."""
+
+    def skipped(self) -> None:
+        """It has not: there was an overflow."""
+
+
 class ZeroOptimizer(Resembling, torch.optim.Optimizer):
     """A torch optimizer whose state, and from stage 2 on gradients, are sharded over the ranks.
 
@@ -64,6 +74,7 @@ class ZeroOptimizer(Resembling, torch.optim.Optimizer):
         offload: Where the inner optimizer's tensors live; None: with the parameters.
         rendezvous: Where ranks compare what they are about to do.
         prefix: Of the names of collectives.
+        watcher: A Monitor; None: there is none.
     """
 
     def __init__(
@@ -111,6 +122,7 @@ class ZeroOptimizer(Resembling, torch.optim.Optimizer):
             synchronize=unless_gone(self.synchronize),
         )
         self._skip_synchronize = False
+        self.watcher: Watcher | None = None
         self._is_made = False
         self._sharing = self._share()
         # On the first rank: the whole state that was loaded, until all ranks are known to have it.
@@ -487,6 +499,14 @@ class ZeroOptimizer(Resembling, torch.optim.Optimizer):
             self.synchronize()
         self.gradients.meet(Call.NORM)
         return self.gradients.norm_of_shards(p)
+
+    def watch(self, watcher: Watcher | None, every: int = 0) -> None:
+        """Let a Monitor know of skipped steps, and let ranks compare whether each has one.
+
+        Args:
+            every: Steps per record.
+        """
+        self.watcher, self._agreed.monitored = watcher, every
 
     # -- for zero.GradScaler -------------------------------------------------------------------
 
