@@ -214,7 +214,7 @@ def traced(folder, rank, host="h", shift=0.0, count=3, limit=1 << 20):
         trace.collective(Record(name, "reducescatter", "float32", 10, 40, 20), start, start + 0.5)
         trace.waited(name, start + 0.25, start + 0.5 + 1e-4 * rank)
         trace.span(f"step {i}", start, start + 0.9)
-    trace.close()
+    trace.flush()
 
 
 def test_traces_of_all_ranks_become_one_with_names_of_parameters(tmp_path):
@@ -241,7 +241,7 @@ def test_collectives_that_overlap_have_rows_of_their_own(tmp_path):
     log.add("c", "allreduce", "float32", 1, 4)
     log.ended("c")
     log.ended("b")
-    trace.close()
+    trace.flush()
     rows = {e["name"]: e["tid"] for e in merge(tmp_path)["traceEvents"] if e["ph"] == "X"}
     assert rows["allreduce a"] == rows["allreduce c"] != rows["allreduce b"]
 

@@ -189,7 +189,7 @@ def test_traces_are_merged_by_one_command(tmp_path, capsys):
     for rank in (0, 1):
         trace = Trace(tmp_path / "traces", rank)
         trace.span("step 1", 1.0, 2.0)
-        trace.close()
+        trace.flush()
     assert main(["trace", "merge", str(tmp_path / "traces"), "-o", str(tmp_path / "o.json")]) == 0
     merged = json.loads((tmp_path / "o.json").read_text())
     assert {e["pid"] for e in merged["traceEvents"]} == {0, 1}

@@ -45,6 +45,12 @@ def test_of_three_torch_ranks_both_that_wait_say_so(tmp_path):
     for rank in (0, 1):
         said = f"rank {rank} has waited {LIMIT} s for other ranks in backward() or step()"
         assert any(said in line for line in heard(tmp_path)), result.explain()
+        # Some time before, on its stderr: a warning, with the parameter and who is missing.
+        warned = f"zerohvd: rank {rank} has waited 1 s for other ranks in backward() or step()"
+        assert warned in result.stderr, result.stderr
+    missing = r"Missing: rank 2 \(.+?\) waits for nothing, after 1 steps"
+    assert all(re.search(missing, line) for line in heard(tmp_path)), heard(tmp_path)
+    assert re.search(rf"{missing}.+In flight as well: the gradients of '1\.", result.stderr)
     assert re.search(r"^2: \[.*zero0", result.stderr, re.MULTILINE), result.stderr
 
 

@@ -23,7 +23,7 @@ from zerohvd.keras.optimizer.report import communication_report, memory_report
 from zerohvd.monitoring.meter import split_of
 from zerohvd.monitoring.session import EVERY, Session, State, check_every
 from zerohvd.monitoring.sinks import open_sinks
-from zerohvd.monitoring.trace import Trace
+from zerohvd.monitoring.trace import Trace, open_trace
 
 
 class Monitor(keras.callbacks.Callback):
@@ -94,7 +94,7 @@ class Monitor(keras.callbacks.Callback):
         hosts = getattr(wire.eager, "hosts", ()) or [socket.gethostname()]
         members = wire.eager.members
         if self._folder is not None:
-            self._trace = Trace(self._folder, members[wire.rank], hosts[wire.rank])
+            self._trace = open_trace(self._folder, members[wire.rank], hosts[wire.rank])
         self._counts = _counts(optimizer)
         return Session(
             _Exchange(wire),

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 from zerohvd.communication.collectives import Handle
+from zerohvd.communication.log import Watcher
 from zerohvd.monitoring.meter import Meter
 from zerohvd.monitoring.session import EVERY, Session, State
 from zerohvd.monitoring.sinks import open_sinks
-from zerohvd.monitoring.trace import Trace
+from zerohvd.monitoring.trace import open_trace
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
 from zerohvd.torch.monitoring.report import communication_report, memory_report
 from zerohvd.torch.optimizer.zero_optimizer import ZeroOptimizer
@@ -79,8 +80,10 @@ class Monitor:
         )
         self._meter = Meter()
         host = hosts[c.rank] if hosts else ""
-        self._trace = None if trace is None else Trace(trace, c.members[c.rank], host)
-        self._watchers = [w for w in (self._meter, self._trace) if w is not None]
+        self._trace = None if trace is None else open_trace(trace, c.members[c.rank], host)
+        self._watchers: list[Watcher] = [self._meter]
+        if self._trace is not None and self._trace not in c.log.watchers:
+            self._watchers.append(self._trace)  # not twice: ZEROHVD_TRACE may be the same folder
         self._opt = weakref.ref(opt)
         self._scaler: Any = None
         self._samples: float | None = None
@@ -116,7 +119,7 @@ class Monitor:
             log = opt.collectives.log
             log.watchers[:] = [w for w in log.watchers if w not in self._watchers]
         if self._trace is not None:
-            self._trace.close()
+            self._trace.flush()
         self._session.finish()
 
     # -- a step ------------------------------------------------------------------------------------

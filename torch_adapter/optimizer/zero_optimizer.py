@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from zerohvd.communication.rendezvous import Call, Rendezvous
 from zerohvd.communication.rounds import check_passes
 from zerohvd.config import ZeroConfig
 from zerohvd.errors import NonFiniteError, ShardedStateError
+from zerohvd.monitoring.trace import wanted_trace
 from zerohvd.numerics import check_norm_type, divide_factors
 from zerohvd.torch import compat
 from zerohvd.torch.communication import joining
@@ -135,6 +137,16 @@ class ZeroOptimizer(Resembling, torch.optim.Optimizer):
             joining.note(self.rendezvous, collectives)
         if self.units is not None:
             self.units.on_gather = unless_gone(self.gradients.renew_log)
+        self._trace_if_wanted()
+
+    def _trace_if_wanted(self) -> None:
+        """Write a trace of scripts that have no Monitor: ZEROHVD_TRACE=FOLDER."""
+        c = self.collectives
+        host = c.hosts[c.rank] if isinstance(c, TorchCollectives) and c.hosts else ""
+        trace = wanted_trace(os.environ, c.members[c.rank], host)
+        if trace is not None:
+            c.log.watchers.append(trace)
+            self.register_step_post_hook(trace.step_ended)
 
     def _share(self) -> Sharing | None:
         """Let other ranks ask for this one's part of the state; None: there is nothing to ask."""

@@ -48,10 +48,11 @@ class Trace:
         self._rows: dict[str, int] = {}
         self._counts: dict[str, int] = {}
         self._file, self._written = 0, 0
+        self._last: float | None = None
+        self._steps = 1  # the first one begins nobody knows when
         for number in (0, 1):
             self._path(number).unlink(missing_ok=True)
         self._begin_file()
-        atexit.register(self.flush)
 
     def _path(self, number: int) -> Path:
         return self._folder / f"rank{self._rank:05d}.{number}.json"
@@ -106,6 +107,14 @@ class Trace:
         """Note a part of a step."""
         self._add(name, start, stop, _STEPS, "step", args)
 
+    def step_ended(self, *_: Any) -> None:
+        """Note a step that ends now and began where the last one ended."""
+        now = time.perf_counter()
+        if self._last is not None:
+            self._steps += 1
+            self.span(f"step {self._steps}", self._last, now)
+        self._last = now
+
     def _add(
         self, name: str, start: float, stop: float, row: int, kind: str, args: dict[str, Any]
     ) -> None:
@@ -137,9 +146,24 @@ class Trace:
         self._written += self._buffered
         self._events, self._buffered = [], 0
 
-    def close(self) -> None:
-        self.flush()
-        atexit.unregister(self.flush)
+
+
+_open: dict[tuple[int, str], Trace] = {}
+
+
+def open_trace(folder: str | os.PathLike[str], rank: int, host: str = "") -> Trace:
+    """The trace of this process in a folder: one for all of its optimizers."""
+    which = os.getpid(), os.path.abspath(folder)
+    if which not in _open:
+        _open[which] = Trace(folder, rank, host)
+        atexit.register(_open[which].flush)
+    return _open[which]
+
+
+def wanted_trace(environ: Mapping[str, str], rank: int, host: str = "") -> Trace | None:
+    """The trace that the environment asks for, by ZEROHVD_TRACE=FOLDER."""
+    folder = environ.get(VARIABLE, "")
+    return open_trace(folder, rank, host) if folder else None
 
 
 def _parts(name: str) -> Mapping[str, str]:

@@ -157,6 +157,20 @@ def test_files_can_be_read(tmp_path):
         assert opt.sections[0].named[-1].name in named
 
 
+def test_scripts_without_a_monitor_are_traced_by_an_environment_variable(tmp_path, monkeypatch):
+    folder = zero.broadcast_object(str(tmp_path), name="folder")
+    monkeypatch.setenv("ZEROHVD_TRACE", folder)
+    model, opt = sharded(stage=3, steps=3)
+    opt.collectives.log.watchers[0].flush()
+    zero.allreduce(torch.zeros(1), name="all have written")
+    events = [e for e in merge(folder)["traceEvents"] if e["ph"] == "X"]
+    assert {e["name"] for e in events if e["cat"] == "step"} == {"step 2", "step 3"}
+    if hvd.size() > 1:
+        assert {e["pid"] for e in events} == set(range(hvd.size()))
+        kinds = {e["cat"] for e in events}
+        assert {"allgather", "reducescatter", "wait"} <= kinds
+
+
 @pytest.mark.parametrize("who", ["made on one rank", "closed on one rank", "another every"])
 def test_ranks_that_do_not_all_have_a_monitor_are_told_at_once(who):
     if hvd.size() == 1:
