@@ -2,9 +2,9 @@
 
     mpirun -np 2 --bind-to none python benchmarks/monitor_overhead.py
 
-Blocks of steps alternate in one run on the GPT of torch_step_time.py, as what is measured is smaller
-than the difference between two runs. Of each pair of blocks, the ratio counts; the result is the
-median over pairs.
+Blocks of steps alternate in one run on the GPT of torch_step_time.py, as what is measured is
+smaller than the difference between two runs. Of each pair of blocks, the ratio counts; the result
+is the median over pairs.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
+import numpy as np
 import tensorflow as tf
 
 from zerohvd import limits
@@ -69,6 +70,7 @@ class Monitor(keras.callbacks.Callback):
         self._trace: Trace | None = None
         self._last = 0.0  # when the last step ended
         self._counts = (0, 0)
+        self._records: dict[str, Record] = {}  # what each collective moves, for the trace
         open_sinks(to, write=False)
 
     @property
@@ -81,12 +83,18 @@ class Monitor(keras.callbacks.Callback):
         if optimizer is None:
             raise TypeError("zero.callbacks.Monitor needs a model with a zero.DistributedOptimizer")
         if optimizer.clock is None:
-            optimizer.set_clock(Clock(self.monitors_every))
+            optimizer.set_clock(Clock())
             # One that was traced before has no timestamps in it.
             self.model.make_train_function(force=True)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._last = time.time()  # what lies between epochs is of no step
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        optimizer = optimizer_of(self.model)
+        if optimizer is not None and optimizer.clock is not None:
+            made = 0 if self._session is None else self._session.steps
+            optimizer.clock.expect((made + 1) % self.monitors_every == 0)
 
     def _begin(self, optimizer: Any) -> Session:
         """Begin when a step has been made: the optimizer is built by then."""
@@ -122,7 +130,7 @@ class Monitor(keras.callbacks.Callback):
         if due:
             before, self._counts = self._counts, _counts(optimizer)
             skipped = max(0, self._counts[0] - before[0] - (self._counts[1] - before[1]))
-            session.log(**(logs or {}))
+            session.log(**{k: v for k, v in (logs or {}).items() if np.ndim(v) == 0})
         session.end_step(split, lambda: _state(optimizer), skipped=skipped)
         self._last = time.time() if first else now
 
@@ -138,10 +146,11 @@ class Monitor(keras.callbacks.Callback):
             step = f"step {self._session.steps + 1}"
             self._trace.span(step, start + to_trace, stop + to_trace, **split._asdict())
             self._trace.span("update", gradients + to_trace, stop + to_trace)
-            records = _records(optimizer)
+            if not spans.keys() <= self._records.keys():
+                unknown = {n: Record(n, "collective", "", 0, 0, 0) for n in spans}
+                self._records = unknown | _records(optimizer)
             for name, (begin, end) in spans.items():
-                record = records.get(name) or Record(name, "collective", "", 0, 0, 0)
-                self._trace.collective(record, begin + to_trace, end + to_trace)
+                self._trace.collective(self._records[name], begin + to_trace, end + to_trace)
         return split
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
@@ -158,17 +167,20 @@ def _counts(optimizer: Any) -> tuple[int, int]:
 
 
 def _records(optimizer: Any) -> dict[str, Record]:
-    return {r.name: r for r in optimizer.step.wire.traffic.log().records}
+    log = optimizer.step.wire.traffic.log()
+    if optimizer.sharded is not None:
+        optimizer.sharded.units.moved.add_to(log)
+    return {record.name: record for record in log.records}
 
 
 def _state(optimizer: Any) -> State:
-    clock, scaler = optimizer.clock, optimizer.scaler_in_use
+    clock = optimizer.clock
     return State(
         memory=memory_report(optimizer),
         moved=communication_report(optimizer),
         square=float(clock.square.numpy()) if clock.has_squares else None,
         replicated=optimizer.config.stage == 0,
-        loss_scale=None if scaler is None else float(scaler.dynamic_scale.numpy()),
+        loss_scale=optimizer.loss_scale,
     )
 
 

@@ -32,17 +32,19 @@ class Clock:
     """Measures the collectives of one optimizer's steps.
 
     Attributes:
-        square: The sum of the squares of this rank's reduced gradients, in every `every`-th step.
+        square: The sum of the squares of this rank's reduced gradients, in steps of which a record
+            is made.
         has_squares: Whether that is known of all gradients.
     """
 
-    def __init__(self, every: int) -> None:
-        self._every = every
+    def __init__(self) -> None:
+        self._is_due = False
         self._rows: dict[str, int] = {}
         self.has_squares = False
         with compat.outside_of_traces(), tf.device("CPU"):
             zeros = tf.zeros([_ROWS, 2], tf.float64)
             self._times = tf.Variable(zeros, trainable=False, name="times")
+            self._due = tf.Variable(False, trainable=False, name="due")
             self.square = tf.Variable(0.0, trainable=False, name="square", dtype=tf.float64)
 
     # -- inside of a step --------------------------------------------------------------------------
@@ -69,7 +71,7 @@ class Clock:
             self._write(_GRADIENTS, now, now)
             self.square.assign(0.0)
 
-    def add_squares(self, grads: Sequence[Any], step: Any) -> None:
+    def add_squares(self, grads: Sequence[Any]) -> None:
         """Add reduced gradients to `square`, if a record is made of this step."""
         found = [g for g in grads if g is not None]
         if any(isinstance(g, tf.IndexedSlices) for g in found):
@@ -81,10 +83,15 @@ class Clock:
             sums = [tf.reduce_sum(tf.square(tf.cast(g, tf.float32))) for g in found]
             return tf.cast(tf.add_n(sums), tf.float64)
 
-        due = tf.equal(step % self._every, 0)
-        self.square.assign_add(tf.cond(due, add, lambda: tf.constant(0.0, tf.float64)))
+        self.square.assign_add(tf.cond(self._due, add, lambda: tf.constant(0.0, tf.float64)))
 
     # -- between steps -----------------------------------------------------------------------------
+
+    def expect(self, due: bool) -> None:
+        """Say whether a record will be made of the next step."""
+        if due != self._is_due:
+            self._is_due = due
+            self._due.assign(due)
 
     def read(self) -> Times:
         """The times of the latest step; of collectives that it did not run, older ones."""

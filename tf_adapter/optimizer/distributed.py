@@ -127,7 +127,9 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         self._members = Members(process_set)
         self.step: Any = None  # a ShardedStep once the optimizer is built
         self.clock: Clock | None = None  # of a Monitor
-        self.scaler_in_use: Any = None  # the LossScaleOptimizer that the latest step came from
+        # Of the LossScaleOptimizer that the latest step came from; weak, or Keras would save it
+        # as a part of this one.
+        self._scaler_in_use: Any = None
         # The whole state, while `zero.save_model` saves a model; None: it has not been collected.
         self.saved_state: dict[str, Any] | None = None
         # The state that `load_model` has read, until the ranks build the optimizer together.
@@ -152,6 +154,12 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             self._loaded_variables = list(variables)
             return
         self._build(list(variables), [])
+
+    @property
+    def loss_scale(self) -> float | None:
+        """Of the latest step; None: its loss was not scaled."""
+        scaler = None if self._scaler_in_use is None else self._scaler_in_use()
+        return None if scaler is None else float(scaler.dynamic_scale.numpy())
 
     def set_clock(self, clock: Clock) -> None:
         """Measure the collectives of steps that are traced from now on."""
@@ -260,7 +268,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None, scaler: Any
     ) -> None:
         """`apply` for gradients of a loss that `scaler` (a LossScaleOptimizer or None) scaled."""
-        self.scaler_in_use = scaler
+        self._scaler_in_use = None if scaler is None else weakref.ref(scaler)
         grads = list(grads)
         if not grads:
             return

@@ -88,7 +88,7 @@ class ShardedStep(ShardedVariables):
         local = bool(self.reducer.local_sums) and self._steps > 1
         reduced = reduction.locally() if local else reduction.all(reduction.grads)
         if clock is not None and not local:
-            clock.add_squares(reduced, self.wire.step)
+            clock.add_squares(reduced)
         if scaler is None:
             self._accumulate_or_update(reduced, reduction)
             return
@@ -138,7 +138,7 @@ class ShardedStep(ShardedVariables):
             with window.after(updated), after(reduced):
                 reduced = reduction.bucket(bucket, reduction.grads)
             if self.wire.clock is not None:
-                self.wire.clock.add_squares(reduced, self.wire.step)
+                self.wire.clock.add_squares(reduced)
             reduced = clipping.by_value(reduced, self.inner)
             pieces = self.pieces_in(bucket)
             with window.after(done), after(first_of(reduced)):

@@ -109,7 +109,7 @@ def test_skipped_steps_and_the_loss_scale_are_counted():
 
 def test_a_model_that_was_trained_before_is_measured_too():
     model = compiled(2)
-    model.fit(data(2), verbose=0)
+    model.fit(data(3), verbose=0)
     monitor = zero.callbacks.Monitor(every=2, to=())
     model.fit(data(4), verbose=0, callbacks=[monitor])
     assert monitor.last["step"] == 4 and monitor.last["grad_norm"] > 0

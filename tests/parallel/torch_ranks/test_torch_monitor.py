@@ -160,7 +160,7 @@ def test_files_can_be_read(tmp_path):
 def test_scripts_without_a_monitor_are_traced_by_an_environment_variable(tmp_path, monkeypatch):
     folder = zero.broadcast_object(str(tmp_path), name="folder")
     monkeypatch.setenv("ZEROHVD_TRACE", folder)
-    model, opt = sharded(stage=3, steps=3)
+    _, opt = sharded(stage=3, steps=3)
     opt.collectives.log.watchers[0].flush()
     zero.allreduce(torch.zeros(1), name="all have written")
     events = [e for e in merge(folder)["traceEvents"] if e["ph"] == "X"]
