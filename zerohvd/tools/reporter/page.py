@@ -221,6 +221,6 @@ def _size(count: float) -> str:
 
 
 def _short_number(value: float) -> str:
-    if value and (abs(value) >= 1e5 or abs(value) < 1e-3):
+    if value and (abs(value) >= 1e6 or abs(value) < 1e-3):
         return f"{value:.1e}"
-    return f"{value:.4g}"
+    return f"{value:,.0f}" if abs(value) >= 1e3 else f"{value:.4g}"
