@@ -154,7 +154,7 @@ _WORDS = (
 
 def in_words(name: str) -> str:
     """What a collective of this name is for; what is no name stays as it is."""
-    if not name or " to be " in name or name.startswith("a "):
+    if not name or " " in name.partition("/")[0]:
         return name
     # TensorFlow allows no slashes in names.
     slashed = name if "/" in name else name.replace(".", "/")
@@ -183,7 +183,7 @@ def say_stalled(
         missing: A sentence about the ranks that have not come.
     """
     ends = f"It waits until {seconds():.0f} s ({VARIABLE})"
-    known = missing or ("" if len(members) == 2 else f"{_NAMED}.")
+    known = missing or ("" if len(members) == 2 else f"{NAMED}.")
     line = (
         f"zerohvd: rank {rank} has waited {waited:.0f} s for {_others(rank, members)}{_where()}: "
         f"{what}. {known} {ends}\n"
@@ -204,7 +204,7 @@ def timed_out(
         missing: A sentence about the ranks that have not come.
     """
     who = _others(rank, members)
-    known = f"{missing} " if missing else "" if len(members) == 2 else f"{_NAMED}. "
+    known = f"{missing} " if missing else "" if len(members) == 2 else f"{NAMED}. "
     return WaitTimeoutError(
         f"rank {rank} has waited {waited:.0f} s for {who}{_where()}: {what}. {known}See the output "
         f"of {who}, which may have failed, or made another call. {_ADVICE}"
@@ -232,7 +232,7 @@ def explain(
         return None
     who = _others(rank, members)
     limit = os.environ.get(_SHUTDOWN, "0")
-    late = f", or did not come within {limit} s. {_NAMED}" if limit.strip("0") else ""
+    late = f", or did not come within {limit} s. {NAMED}" if limit.strip("0") else ""
     return WaitTimeoutError(
         f"{vain}. Horovod was shut down, because {who} ended{late}. See the output of {who}. "
         f"{_ADVICE}"
@@ -248,7 +248,7 @@ def _others(rank: int, members: Sequence[int]) -> str:
     return others[0] if len(others) == 1 else "other ranks"
 
 
-_NAMED = "Those missing are named by Horovod in the output of rank 0 ('Missing ranks:')"
+NAMED = "Those missing are named by Horovod in the output of rank 0 ('Missing ranks:')"
 _ADVICE = (
     "All ranks have to make the same calls equally often: backward passes and step(), model.fit(), "
     "state_dict(), zero.save(), zero.load(). If a rank is only slow, as in a long evaluation, set "

@@ -9,7 +9,7 @@ from test_peers import joined
 
 from zerohvd import limits
 from zerohvd.communication.log import CommLog
-from zerohvd.peers import stalls
+from zerohvd.peers import channel, stalls, steps
 from zerohvd.peers.channel import PeerError
 from zerohvd.peers.stalls import Answer, Whereabouts, warn
 from zerohvd.testing import ThreadWorld
@@ -54,7 +54,8 @@ def test_a_rank_that_waits_for_nothing_or_does_not_answer_is_told_apart():
     here.ask = lambda name: [Answer(True, "", 0.0, 3), Answer(False, "", 0.0, 3), None, None]
     said = here.who_is_missing(NAME, [4, 5, 6, 7], ["a", "b", "c", "d"])
     assert said.startswith("Missing: rank 5 (b) waits for nothing, after 3 steps: it computes")
-    assert "rank 6 (c) does not answer: it has ended, or is stopped; rank 7 (d) does not" in said
+    gone = "does not answer: it has ended, has left the call, or is stopped"
+    assert f"rank 6 (c) {gone}; rank 7 (d) {gone}." in said
     here.ask = lambda name: [Answer(True, "", 0.0, 3)] * 4
     assert "the network" in here.who_is_missing(NAME, range(4), [])
     here.ask = lambda name: [None] * 500
@@ -120,3 +121,34 @@ def test_many_who_ask_the_same_ask_once():
     assert sorted(asked) == [0, 1, 2]
     inquiry.about("another", ask)
     assert len(asked) == 6
+
+
+def test_ranks_that_are_in_a_step_for_long_find_out_who_is_not(monkeypatch, capsys):
+    monkeypatch.setattr(limits, "warning_seconds", lambda: 0.1)
+    monkeypatch.setattr(steps, "_LOOK", 0.05)
+
+    def live(c):
+        watch = steps.StepWatch(c, [f"host{r}" for r in range(c.size)], "model.fit()")
+        watch.begin()
+        c.barrier()
+        time.sleep(0.3)  # all of them are slow together: nobody is told
+        c.barrier()
+        silent = not capsys.readouterr().err if c.rank == 0 else True
+        c.barrier()
+        if c.rank != c.size - 1:
+            watch.begin()
+        else:
+            watch.pause()
+        time.sleep(0.6)
+        c.barrier()
+        watch.close()
+        return silent
+
+    # One host: these threads can listen on the loopback device.
+    monkeypatch.setattr(steps, "service", lambda hosts: channel.service(["one"]))
+    assert all(ThreadWorld(3).run(live))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2, lines
+    for rank in (0, 1):
+        (line,) = [x for x in lines if x.startswith(f"zerohvd: rank {rank} has waited ")]
+        assert ": step 2 of model.fit(). Missing: rank 2 (host2) waits for nothing, after 1" in line

@@ -93,7 +93,7 @@ class Whereabouts:
 def _describe(rank: int, host: str, answer: Answer | None) -> str:
     who = f"rank {rank} ({host})" if host else f"rank {rank}"
     if answer is None:
-        return f"{who} does not answer: it has ended, or is stopped"
+        return f"{who} does not answer: it has ended, has left the call, or is stopped"
     if answer.waits_for:
         return f"{who} has waited {answer.seconds:.0f} s for something else: {answer.waits_for}"
     return (
