@@ -8,6 +8,7 @@ import re
 import shutil
 import struct
 import subprocess
+import xml.etree.ElementTree
 
 import pytest
 
@@ -193,5 +194,9 @@ def test_traces_are_merged_by_one_command(tmp_path, capsys):
     assert main(["trace", "merge", str(tmp_path / "traces"), "-o", str(tmp_path / "o.json")]) == 0
     merged = json.loads((tmp_path / "o.json").read_text())
     assert {e["pid"] for e in merged["traceEvents"]} == {0, 1}
+    assert main(["trace", "merge", str(tmp_path / "traces"), "-o", str(tmp_path / "o.svg")]) == 0
+    drawn = xml.etree.ElementTree.parse(tmp_path / "o.svg").getroot()
+    titles = [e.text for e in drawn.iter() if e.tag.endswith("title")]
+    assert titles == ["step 1: 1000.00 ms"] * 2
     assert main(["trace", "merge", str(tmp_path / "nothing")]) == 2
     assert "zero.Monitor" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`zerohvd trace merge`: the traces of all ranks as one. Exit code 0; 2 for what cannot be read."""
+"""`zerohvd trace`: the traces of all ranks as one. Exit code 0; 2 for what cannot be read."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zerohvd.monitoring.trace import merge
+from zerohvd.tools.reporter import draw_trace
 
 
 def add_parser(subparsers: Any) -> None:
@@ -21,7 +22,8 @@ def add_parser(subparsers: Any) -> None:
         description=(
             "Every rank of a run with zero.Monitor(opt, trace=FOLDER) or ZEROHVD_TRACE=FOLDER "
             "writes a trace of its steps, waits and collectives. This makes one file of them, with "
-            "the clocks of different hosts aligned."
+            "the clocks of different hosts aligned. A name that ends with .svg gets a picture of "
+            "the last steps."
         ),
     )
     merging.add_argument("folder", type=Path, help="where the ranks have written")
@@ -29,6 +31,7 @@ def add_parser(subparsers: Any) -> None:
         "-o", "--output", type=Path, metavar="FILE", help="where to (FOLDER/trace.json)"
     )
     merging.add_argument("--ranks", type=_ranks, metavar="R,R", help="only these")
+    merging.add_argument("--steps", type=int, default=2, metavar="N", help="of a picture (2)")
     merging.set_defaults(run=run)
 
 
@@ -44,9 +47,11 @@ def run(args: argparse.Namespace) -> int:
     target = args.output or args.folder / "trace.json"
     try:
         merged = merge(args.folder, args.ranks)
-        target.write_text(json.dumps(merged), encoding="utf-8")
+        picture = target.suffix == ".svg"
+        text = draw_trace(merged, args.steps) if picture else json.dumps(merged)
+        target.write_text(text, encoding="utf-8")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{target}: open it in https://ui.perfetto.dev or chrome://tracing")
+    print(target if picture else f"{target}: open it in ui.perfetto.dev or chrome://tracing")
     return 0
