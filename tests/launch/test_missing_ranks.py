@@ -72,7 +72,7 @@ def test_keras_waits_for_a_limited_time(how, stage, what, tmp_path):
     assert what in told[0]
     assert f"because rank 1 ended, or did not come within {LIMIT} s" in told[0]
     if how == "elsewhere":  # a warning some time before
-        said = r"zerohvd: rank 0 has waited \d s for rank 1: step 4 of model\.fit\(\)\. Missing: rank"
+        said = r"rank 0 has waited \d s for rank 1: step 4 of model\.fit\(\)\. Missing: rank"
         assert re.search(said, result.stderr), result.stderr
     assert "ZEROHVD_TIMEOUT" in told[0]
     assert re.search(r"^1!?: \[", result.stderr, re.MULTILINE), result.stderr
