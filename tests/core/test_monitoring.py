@@ -144,6 +144,11 @@ def test_samples_are_counted_over_all_ranks():
     assert kept[0]["samples_per_second"] == pytest.approx(32 / 0.1)
 
 
+def test_records_of_a_run_that_is_resumed_go_on_from_there():
+    (kept, _), *_ = ThreadWorld(2).run(lambda c: run_session(c, 8, start=1003 + c.rank))
+    assert [r["step"] for r in kept] == [1007, 1011]
+
+
 # -- sinks -----------------------------------------------------------------------------------------
 
 

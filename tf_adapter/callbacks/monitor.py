@@ -86,6 +86,8 @@ class Monitor(keras.callbacks.Callback):
             optimizer.set_clock(Clock())
             # One that was traced before has no timestamps in it.
             self.model.make_train_function(force=True)
+        if self._session is None:
+            self._counts = _counts(optimizer)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._last = time.time()  # what lies between epochs is of no step
@@ -93,8 +95,8 @@ class Monitor(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         optimizer = optimizer_of(self.model)
         if optimizer is not None and optimizer.clock is not None:
-            made = 0 if self._session is None else self._session.steps
-            optimizer.clock.expect((made + 1) % self.monitors_every == 0)
+            first = self.monitors_every == 1
+            optimizer.clock.expect(first if self._session is None else self._session.is_due)
 
     def _begin(self, optimizer: Any) -> Session:
         """Begin when a step has been made: the optimizer is built by then."""
@@ -103,7 +105,6 @@ class Monitor(keras.callbacks.Callback):
         members = wire.eager.members
         if self._folder is not None:
             self._trace = open_trace(self._folder, members[wire.rank], hosts[wire.rank])
-        self._counts = _counts(optimizer)
         return Session(
             _Exchange(wire),
             rank=wire.rank,
@@ -112,6 +113,7 @@ class Monitor(keras.callbacks.Callback):
             every=self.monitors_every,
             samples=self._samples,
             sinks=open_sinks(self._to, write=wire.rank == 0),
+            start=self._counts[1],
         )
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -125,7 +127,7 @@ class Monitor(keras.callbacks.Callback):
         session, split = self._session, None
         if not first:
             split = self._measure(optimizer, self._last, now)
-        due = (session.steps + 1) % session.every == 0
+        due = session.is_due
         skipped = 0
         if due:
             before, self._counts = self._counts, _counts(optimizer)
@@ -162,8 +164,8 @@ class Monitor(keras.callbacks.Callback):
 
 def _counts(optimizer: Any) -> tuple[int, int]:
     """Steps that were tried, and those that were applied."""
-    inner = optimizer.inner_optimizer
-    return int(optimizer.step.wire.step), int(compat.iterations(inner).numpy())
+    tried = 0 if optimizer.step is None else int(optimizer.step.wire.step)
+    return tried, int(compat.iterations(optimizer.inner_optimizer).numpy())
 
 
 def _records(optimizer: Any) -> dict[str, Record]:

@@ -49,6 +49,7 @@ class Monitor:
             or any object with `log(dict)`, such as a run of Weights & Biases; or several of these.
         trace: A folder for traces, one per rank; `zerohvd trace merge FOLDER` makes one file of
             them.
+        start: Steps that were made before, in a run that is resumed: records go on from there.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Monitor:
         samples: float | None = None,
         to: Any = "console",
         trace: str | os.PathLike[str] | None = None,
+        start: int = 0,
     ) -> None:
         if not isinstance(opt, ZeroOptimizer):
             raise TypeError(
@@ -77,6 +79,7 @@ class Monitor:
             every=every,
             samples=samples,
             sinks=sinks,
+            start=start,
         )
         self._meter = Meter()
         host = hosts[c.rank] if hosts else ""

@@ -60,7 +60,7 @@ class Session:
     """The numbers of this rank's steps, and on the first rank the records.
 
     Attributes:
-        steps: So far, skipped ones too.
+        steps: So far, skipped ones and those before the session too.
         skipped: Steps that were not applied, as gradients had overflowed.
         last: The latest record; on every rank.
     """
@@ -75,6 +75,7 @@ class Session:
         every: int = EVERY,
         samples: float | None = None,
         sinks: Sequence[Sink] = (),
+        start: int = 0,
     ) -> None:
         """
         Args:
@@ -84,9 +85,11 @@ class Session:
             every: Steps per record; the same on all ranks.
             samples: Of this rank per step, unless a step says otherwise.
             sinks: Where records go; used on the first rank.
+            start: Steps that were made before, as in a run that is resumed.
         """
         self.every = check_every(every)
-        self.steps, self.skipped = 0, 0
+        self.steps, self.skipped = _check_start(start), 0
+        self._start = start
         self.last: dict[str, Any] | None = None
         self._exchange, self._rank, self._hosts, self._members = exchange, rank, hosts, members
         self._samples, self._sinks = samples, sinks
@@ -129,8 +132,14 @@ class Session:
             self._count, self._counted = self._count + found, self._counted + 1
         self.skipped += skipped
         self._skipped_here += skipped
-        if self.steps % self.every == 0:
+        # Not by `steps`: ranks that were told another start would not meet.
+        if (self.steps - self._start) % self.every == 0:
             self._send(state())
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a record will be made of the next step."""
+        return (self.steps + 1 - self._start) % self.every == 0
 
     def _send(self, state: State) -> None:
         split = self._split.scaled(1.0 / max(1, self._timed))
@@ -225,6 +234,12 @@ def _takes(sink: Sink, record: dict[str, Any]) -> bool:
 def _mean(values: Sequence[Any]) -> float:
     numbers = [float(v) for v in values]
     return sum(numbers) / len(numbers)
+
+
+def _check_start(start: int) -> int:
+    if isinstance(start, bool) or not isinstance(start, int) or start < 0:
+        raise ValueError(f"start must be a number of steps of at least 0, got {start!r}")
+    return start
 
 
 def check_every(every: int) -> int:
