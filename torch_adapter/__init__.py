@@ -42,13 +42,14 @@ from zerohvd.torch.communication import joining  # noqa: E402
 from zerohvd.torch.communication.compression import Compression  # noqa: E402
 from zerohvd.torch.communication.threads import settle  # noqa: E402
 from zerohvd.torch.data import DistributedSampler, even_steps  # noqa: E402
+from zerohvd.torch.monitoring.monitor import Monitor  # noqa: E402
+from zerohvd.torch.monitoring.report import communication_report, memory_report  # noqa: E402
 from zerohvd.torch.optimizer.distributed import DistributedOptimizer  # noqa: E402
 from zerohvd.torch.optimizer.elastic import refuse_elastic_state  # noqa: E402
 from zerohvd.torch.optimizer.plan import plan  # noqa: E402
 from zerohvd.torch.optimizer.scaler import GradScaler  # noqa: E402
 from zerohvd.torch.optimizer.zero_optimizer import ZeroOptimizer  # noqa: E402
 from zerohvd.torch.optimizer.zeroify import zeroify  # noqa: E402
-from zerohvd.torch.report import communication_report, memory_report  # noqa: E402
 from zerohvd.torch.stage3.deferred import deferred_init  # noqa: E402
 from zerohvd.torch.stage3.gathered import gathered  # noqa: E402
 
@@ -65,6 +66,7 @@ __all__ = [
     "DistributedOptimizer",
     "DistributedSampler",
     "GradScaler",
+    "Monitor",
     "NonFiniteError",
     "ShardedStateError",
     "WaitTimeoutError",

@@ -119,19 +119,6 @@ def test_the_end_of_horovod_is_explained(monkeypatch):
     assert limits.explain(SHUT_DOWN, 1, range(2), "a bucket") is None
 
 
-def test_a_long_wait_is_told_once_before_its_limit(monkeypatch, caplog):
-    monkeypatch.setenv("ZEROHVD_TIMEOUT", "1")
-    start = time.monotonic()
-    limits.wait(
-        lambda: time.monotonic() - start > 0.5,
-        lambda waited: AssertionError(),
-        lambda waited: limits.waits(3, [3, 5], "a bucket", waited),
-    )
-    assert [r.message for r in caplog.records] == [
-        "rank 3 has waited 0 s for rank 5: a bucket; until 1 s"
-    ]
-
-
 def test_after_a_failed_wait_a_process_ends_though_others_do_not_let_it():
     code = (
         "import atexit, time\n"

@@ -27,6 +27,7 @@ from zerohvd.communication.instances import agree_on_instance
 from zerohvd.communication.traffic import PassTraffic, StepTraffic
 from zerohvd.keras import compat
 from zerohvd.keras.communication import arrays, two_steps
+from zerohvd.keras.communication.clock import Clock, measured
 from zerohvd.keras.communication.ordering import after
 from zerohvd.peers.watch import watch_next
 from zerohvd.rank_count import check_ranks
@@ -70,6 +71,7 @@ class Wire:
             self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
             self._kept = tf.Variable(0.0, trainable=False, name="kept")
             self._zero = tf.Variable(0.0, trainable=False, name="zero")
+        self.clock: Clock | None = None  # measures collectives, if there is a Monitor
         self._marks: dict[str, Any] = {}
         if not alone:
             hosts = self.eager.find_hosts()
@@ -118,6 +120,7 @@ class Wire:
             return x
         return x + tf.cast(self._zero, x.dtype)
 
+    @measured
     def reducescatter(self, x: Any, lengths: Sequence[int], name: str) -> Any:
         """The sum over the ranks of this rank's part of `x`; 16-bit floats are added in float32.
 
@@ -137,6 +140,7 @@ class Wire:
         # sums after every rank.
         return self._exchange_and_add(x, lengths, name)
 
+    @measured
     def allreduce(self, x: Any, name: str, op: str = "sum") -> Any:
         """`x` combined over the ranks; 16-bit floats are added and returned in float32."""
         if x.dtype in arrays.NARROW:
@@ -158,6 +162,7 @@ class Wire:
         out.set_shape(x.shape)
         return out
 
+    @measured
     def add_flags(self, x: Any, name: str) -> Any:
         """The sum of a few numbers that every step sends; like Horovod's own messages, they are not
         counted as traffic."""
@@ -167,6 +172,7 @@ class Wire:
         out.set_shape(x.shape)
         return out
 
+    @measured
     def allgather(self, x: Any, lengths: Sequence[int], name: str) -> Any:
         """The parts of all ranks, which are `lengths` long, in rank order."""
         if self.size == 1:
@@ -181,6 +187,7 @@ class Wire:
         self._record(name, "allgather", out, moved=own * (self.size - 1))
         return out
 
+    @measured
     def allgather_rows(self, x: Any, name: str) -> Any:
         """The rows of all ranks; how many each has, only the running step knows."""
         if self.size == 1:
@@ -192,6 +199,7 @@ class Wire:
         out.set_shape([None, *x.shape[1:]])
         return out
 
+    @measured
     def alltoall_rows(self, x: Any, splits: Any, name: str) -> tuple[Any, Any]:
         """Send `splits[i]` rows of `x` to rank i; returns what has come, in rank order, and how
         many rows each rank has sent. Only the running step knows how many there are."""

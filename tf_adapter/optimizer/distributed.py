@@ -18,6 +18,7 @@ from zerohvd.config import MIB, ZeroConfig
 from zerohvd.errors import ShardedStateError
 from zerohvd.keras import compat
 from zerohvd.keras.communication import horovods
+from zerohvd.keras.communication.clock import Clock
 from zerohvd.keras.communication.members import Members
 from zerohvd.keras.communication.wire import Wire, join
 from zerohvd.keras.gradients.reducer import weighing
@@ -127,6 +128,10 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         self.broadcast = broadcast
         self._members = Members(process_set)
         self.step: Any = None  # a ShardedStep once the optimizer is built
+        self.clock: Clock | None = None  # of a Monitor
+        # Of the LossScaleOptimizer that the latest step came from; weak, or Keras would save it
+        # as a part of this one.
+        self._scaler_in_use: Any = None
         # The whole state, while `zero.save_model` saves a model; None: it has not been collected.
         self.saved_state: dict[str, Any] | None = None
         # The state that `load_model` has read, until the ranks build the optimizer together.
@@ -152,6 +157,19 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             return
         self._build(list(variables), [])
 
+    @property
+    def loss_scale(self) -> float | None:
+        """Of the latest step; None: its loss was not scaled."""
+        scaler = None if self._scaler_in_use is None else self._scaler_in_use()
+        return None if scaler is None else float(scaler.dynamic_scale.numpy())
+
+    def set_clock(self, clock: Clock) -> None:
+        """Measure the collectives of steps that are traced from now on."""
+        self.clock = clock
+        if self.step is not None or self.sharded is not None:
+            wire = self.step.wire if self.sharded is None else self.sharded.units.wire
+            wire.clock = clock
+
     def build_loaded(self) -> None:
         """Build now what `load_model` deferred to the first step; all ranks must call it."""
         if self.step is None and self._loaded_variables:
@@ -165,6 +183,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             _check_sharded(self.sharded, variables)
         with compat.outside_of_traces():
             wire = Wire(self.process_set) if self.sharded is None else self.sharded.units.wire
+            wire.clock = self.clock
             everyone = wire.eager.allgather_object(tables, name="zero/agree/tables")
             rows = {i for found in everyone for i in found}
             how = partition.choose(self.inner_optimizer, self.config.partition)
@@ -250,6 +269,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None, scaler: Any
     ) -> None:
         """`apply` for gradients of a loss that `scaler` (a LossScaleOptimizer or None) scaled."""
+        self._scaler_in_use = None if scaler is None else weakref.ref(scaler)
         grads = list(grads)
         if not grads:
             return

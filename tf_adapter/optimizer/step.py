@@ -77,6 +77,9 @@ class ShardedStep(ShardedVariables):
             scale = (1.0 if scale is None else scale) / self.gain
         reduction = Reduction(self.reducer, grads, scale, weight, in_loss)
         self._heads = reduction.heads
+        clock = self.wire.clock
+        if clock is not None:
+            clock.begin(list(grads))
         with after(self._heads):
             self.wire.step.assign_add(1)
         if self._pipelined(scaler):
@@ -84,6 +87,8 @@ class ShardedStep(ShardedVariables):
             return
         local = bool(self.reducer.local_sums) and self._steps > 1
         reduced = reduction.locally() if local else reduction.all(reduction.grads)
+        if clock is not None and not local:
+            clock.add_squares(reduced)
         if scaler is None:
             self._accumulate_or_update(reduced, reduction)
             return
@@ -125,11 +130,15 @@ class ShardedStep(ShardedVariables):
         rate = self.inner.learning_rate
         for bucket in self.layout.buckets:
             if self.is_table(bucket):
+                if self.wire.clock is not None:
+                    self.wire.clock.has_squares = False
                 done.append(self._update_table(bucket, reduction, update, rate))
                 updated.append(done[-1])
                 continue
             with window.after(updated), after(reduced):
                 reduced = reduction.bucket(bucket, reduction.grads)
+            if self.wire.clock is not None:
+                self.wire.clock.add_squares(reduced)
             reduced = clipping.by_value(reduced, self.inner)
             pieces = self.pieces_in(bucket)
             with window.after(done), after(first_of(reduced)):

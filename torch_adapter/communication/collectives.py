@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from zerohvd.communication.collectives import (
     check_registered,
 )
 from zerohvd.communication.hosts import Grid
+from zerohvd.peers.stalls import Whereabouts, warn
 from zerohvd.rank_count import check_ranks
 from zerohvd.torch import compat
 from zerohvd.torch.communication import arrays, two_steps
@@ -34,19 +36,28 @@ class _HorovodHandle:
 
     def wait(self) -> Any:
         """Return what the collective gives; Horovod itself would wait without a limit."""
-        waited = limits.wait(self.done, self._late, self._waits)
-        with self._collectives.explained(self._name, waited):
+        c = self._collectives
+        waited = 0.0
+        if not self.done():
+            with c.log.waiting(self._name):
+                waited = limits.wait(self.done, self._late, self.warn)
+        with c.explained(self._name, waited):
             result = mpi_ops.synchronize(self._handle)
+        c.whereabouts.ended(self._name)
+        c.log.ended(self._name)
         self._alive = ()
         return result
 
+    def warn(self, waited: float) -> None:
+        """Say what has not come after `waited` seconds, and who is missing."""
+        c = self._collectives
+        warn(c.whereabouts, self._name, c.rank, c.members, c.hosts, waited)
+
     def _late(self, waited: float) -> Exception:
         c = self._collectives
-        return limits.timed_out(c.members[c.rank], c.members, limits.in_words(self._name), waited)
-
-    def _waits(self, waited: float) -> str:
-        c = self._collectives
-        return limits.waits(c.members[c.rank], c.members, limits.in_words(self._name), waited)
+        missing = c.whereabouts.who_is_missing(self._name, c.members, c.hosts)
+        what = limits.in_words(self._name)
+        return limits.timed_out(c.members[c.rank], c.members, what, waited, missing)
 
     def done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
@@ -87,6 +98,7 @@ class TorchCollectives(HorovodCollectives):
         super().__init__(hvd, arrays, process_set)
         self._native = native
         self.process_set_id: int = self._set.process_set_id
+        self.whereabouts = Whereabouts(self.log)
 
     def exchange_start(
         self,
@@ -204,6 +216,8 @@ class TorchCollectives(HorovodCollectives):
     ) -> _HorovodHandle:
         with self.explained(name):
             started = start(x, *args, name=name, process_set=self._set, **how)
+        # Not the handle: that keeps tensors alive.
+        self.whereabouts.started(name, functools.partial(compat.is_done, started))
         return _HorovodHandle(self, name, started, x)
 
 

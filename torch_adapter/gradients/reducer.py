@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 
@@ -255,6 +256,9 @@ class GradReducer(InFlight[_Pending]):
         if source.dtype == self._shard_dtypes[b]:
             span = bucket.span(self._rank)
             self.shards[b] = source[span.start : span.stop]
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        return self._collectives.log.waiting(self._names[self.pending[0].bucket])
 
     def complete(self, pending: _Pending) -> None:
         pending.exchange.handle.wait()

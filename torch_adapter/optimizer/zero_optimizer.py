@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,6 +18,7 @@ from zerohvd.communication.rendezvous import Call, Rendezvous
 from zerohvd.communication.rounds import check_passes
 from zerohvd.config import ZeroConfig
 from zerohvd.errors import NonFiniteError, ShardedStateError
+from zerohvd.monitoring.trace import wanted_trace
 from zerohvd.numerics import check_norm_type, divide_factors
 from zerohvd.torch import compat
 from zerohvd.torch.communication import joining
@@ -37,6 +39,16 @@ from zerohvd.training.ownership import unless_gone
 from zerohvd.training.step import MustAgree
 
 MakeUnits = Callable[[TorchCollectives | LocalCollectives, str], Units]
+
+
+class Watcher(Protocol):
+    """A Monitor, as far as an optimizer and its scaler know it."""
+
+    def scaled_by(self, scaler: Any) -> None:
+        """The scaler is about to call `step()`, or not."""
+
+    def skipped(self) -> None:
+        """It has not: there was an overflow."""
 
 
 class ZeroOptimizer(Resembling, torch.optim.Optimizer):
@@ -64,6 +76,7 @@ class ZeroOptimizer(Resembling, torch.optim.Optimizer):
         offload: Where the inner optimizer's tensors live; None: with the parameters.
         rendezvous: Where ranks compare what they are about to do.
         prefix: Of the names of collectives.
+        watcher: A Monitor; None: there is none.
     """
 
     def __init__(
@@ -111,6 +124,7 @@ class ZeroOptimizer(Resembling, torch.optim.Optimizer):
             synchronize=unless_gone(self.synchronize),
         )
         self._skip_synchronize = False
+        self.watcher: Watcher | None = None
         self._is_made = False
         self._sharing = self._share()
         # On the first rank: the whole state that was loaded, until all ranks are known to have it.
@@ -123,6 +137,16 @@ class ZeroOptimizer(Resembling, torch.optim.Optimizer):
             joining.note(self.rendezvous, collectives)
         if self.units is not None:
             self.units.on_gather = unless_gone(self.gradients.renew_log)
+        self._trace_if_wanted()
+
+    def _trace_if_wanted(self) -> None:
+        """Write a trace of scripts that have no Monitor: ZEROHVD_TRACE=FOLDER."""
+        c = self.collectives
+        host = c.hosts[c.rank] if isinstance(c, TorchCollectives) and c.hosts else ""
+        trace = wanted_trace(os.environ, c.members[c.rank], host)
+        if trace is not None:
+            c.log.watchers.append(trace)
+            self.register_step_post_hook(trace.step_ended)
 
     def _share(self) -> Sharing | None:
         """Let other ranks ask for this one's part of the state; None: there is nothing to ask."""
@@ -487,6 +511,14 @@ class ZeroOptimizer(Resembling, torch.optim.Optimizer):
             self.synchronize()
         self.gradients.meet(Call.NORM)
         return self.gradients.norm_of_shards(p)
+
+    def watch(self, watcher: Watcher | None, every: int = 0) -> None:
+        """Let a Monitor know of skipped steps, and let ranks compare whether each has one.
+
+        Args:
+            every: Steps per record.
+        """
+        self.watcher, self._agreed.monitored = watcher, every
 
     # -- for zero.GradScaler -------------------------------------------------------------------
 

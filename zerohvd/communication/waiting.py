@@ -171,7 +171,7 @@ class Waiting:
                 answer would give it this rank's old shard.
         """
         started = time.monotonic()
-        deadline = limits.Deadline(limit, lambda waited: limits.waits(*self._what(unit), waited))
+        deadline = limits.Deadline(limit)
         lonely = unit is not None and unit.number in self._lonely
         ask = _AskingRule(self._timing.short_patience if lonely else self._patience)
         alone = self._collectives.size == 1
@@ -187,7 +187,7 @@ class Waiting:
                 self._ask(unit)
                 ask.is_open = True
 
-        if not self._poll(handles, deadline, look):
+        if not self._poll(handles, deadline, look, unit):
             return False
         for handle in handles:
             handle.wait()
@@ -219,13 +219,27 @@ class Waiting:
         handles: Sequence[Handle],
         deadline: limits.Deadline,
         look: Callable[[float], None] | None = None,
+        unit: Gatherable | None = None,
     ) -> bool:
         """Return True when all handles are done, False at the deadline."""
+        if all(handle.done() for handle in handles):
+            return True
+        with self._collectives.log.waiting(_what(unit)):
+            return self._poll_one_by_one(handles, deadline, look)
+
+    def _poll_one_by_one(
+        self,
+        handles: Sequence[Handle],
+        deadline: limits.Deadline,
+        look: Callable[[float], None] | None,
+    ) -> bool:
         started = time.monotonic()
         for handle in handles:
             while not handle.done():
                 if deadline.passed():
                     return False
+                if deadline.stalled():
+                    limits.warn_of(handle, deadline.waited)
                 now = time.monotonic()
                 if look is not None:
                     look(now)
@@ -234,12 +248,8 @@ class Waiting:
         return True
 
     def _complaint(self, unit: Gatherable | None) -> WaitTimeoutError:
-        return limits.timed_out(*self._what(unit), self._timing.limit)
-
-    def _what(self, unit: Gatherable | None) -> tuple[int, Sequence[int], str]:
         c = self._collectives
-        what = "a meeting of all ranks" if unit is None else f"unit {unit.name!r} to be gathered"
-        return c.members[c.rank], c.members, what
+        return limits.timed_out(c.members[c.rank], c.members, _what(unit), self._timing.limit)
 
     # -- questions --------------------------------------------------------------------------------
 
@@ -303,12 +313,16 @@ class Waiting:
         """
         while unit.gathers < gathers:
             handles = unit.take_part()
-            if not self._poll(handles, deadline):
+            if not self._poll(handles, deadline, None, unit):
                 raise self._complaint(unit)
             for handle in handles:
                 handle.wait()
             unit.end_part()
             self._complete[unit.number] = unit.gathers
+
+
+def _what(unit: Gatherable | None) -> str:
+    return "a meeting of all ranks" if unit is None else f"unit {unit.name!r} to be gathered"
 
 
 class _AskingRule:
