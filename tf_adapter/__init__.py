@@ -46,6 +46,7 @@ from zerohvd.errors import (  # noqa: E402
 )
 from zerohvd.keras import callbacks  # noqa: E402
 from zerohvd.keras.checkpoint.api import CheckpointManager, load, save  # noqa: E402
+from zerohvd.keras.checkpoint.preempting import preemption  # noqa: E402
 from zerohvd.keras.checkpoint.whole_model import save_model  # noqa: E402
 from zerohvd.keras.data import shard_dataset  # noqa: E402
 from zerohvd.keras.fit import patches  # noqa: E402
@@ -95,6 +96,7 @@ __all__ = [
     "memory_report",
     "plain_optimizer",
     "plan",
+    "preemption",
     "rank",
     "remove_process_set",
     "save",

@@ -15,6 +15,7 @@ from zerohvd.communication.metrics import Snapshot
 from zerohvd.keras import compat
 from zerohvd.keras.checkpoint import whole_model
 from zerohvd.keras.checkpoint.api import CheckpointManager
+from zerohvd.keras.checkpoint.preempting import Preemption as Preemption
 from zerohvd.keras.fit import metrics
 from zerohvd.keras.optimizer.distributed import ranks_of
 from zerohvd.keras.params.broadcasting import broadcast_variables

@@ -66,6 +66,10 @@ class Wire:
             self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
             self._kept = tf.Variable(0.0, trainable=False, name="kept")
             self._zero = tf.Variable(0.0, trainable=False, name="zero")
+            # What this rank wishes, and the sum of what the ranks wished in the last step: see
+            # `zerohvd.preemption`.
+            self.wish = tf.Variable(0.0, trainable=False, name="wish")
+            self.heard = tf.Variable(0.0, trainable=False, name="heard")
         self._marks: dict[str, Any] = {}
         if not alone:
             self.eager.find_hosts()
