@@ -124,7 +124,8 @@ def test_a_job_that_starts_again_goes_on_as_if_it_had_never_left(stage, shared_f
                     os.kill(os.getpid(), signal.SIGUSR1)
                 history["losses"].append(train(model, opt, step))
                 job.step_done(step)
-    assert hvd.broadcast_object(whole, 0, name="whole") == history["losses"]
+    if hvd.rank() == 0:  # whose state is stored
+        assert history["losses"] == whole  # to the last bit
 
 
 def test_no_collective_is_added_to_a_step(shared_folder):
