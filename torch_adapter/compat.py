@@ -205,7 +205,7 @@ def alltoall_start(
     x: torch.Tensor, splits: torch.Tensor, out: torch.Tensor, name: str, process_set: Any
 ) -> int:
     """Send `splits[r]` elements to each rank r, receive into `out`; returns Horovod's handle."""
-    received = torch.empty(len(splits), dtype=torch.int32)
+    received = torch.empty(len(splits), dtype=torch.int32, device="cpu")
     started: int = mpi_ops._alltoall_async(x, splits, out, received, name, process_set)
     return started
 
