@@ -12,6 +12,21 @@ import torch
 BYTES_ON = frozenset({"cuda"})
 
 
+OWN_DEVICE = (
+    "torch.cuda.set_device(hvd.local_rank()) after hvd.init(), and model.cuda() after it; or one "
+    "GPU per rank by CUDA_VISIBLE_DEVICES, as `srun --gpus-per-task=1` does"
+)
+
+
+def device_id(device: torch.device) -> str | None:
+    """The same text for the same GPU of a host; None: the host itself; "": not known yet."""
+    if device.type != "cuda":
+        return "" if device.type == "meta" else None
+    # Ranks may see different GPUs under the same number.
+    found = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return f"cuda:{device.index}" if found is None else f"GPU {found}"
+
+
 def dtype_name(x: torch.Tensor | torch.dtype) -> str:
     """The name the core uses, e.g. "float32"."""
     dtype = x if isinstance(x, torch.dtype) else x.dtype
