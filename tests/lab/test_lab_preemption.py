@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("slurm", reason="needs the lab's Slurm")
-from frameworks import needs_torch  # noqa: E402
-from slurm import Slurm  # noqa: E402
+from frameworks import needs_torch
+from slurm import Slurm
 
 JOB = Path(__file__).parent.parent / "launch" / "preempted_torch_job.py"
 SCRIPT = """\
