@@ -40,8 +40,12 @@ def make(stage):
     return model, zero.DistributedOptimizer(opt, named_parameters=named, stage=stage)
 
 
+def seeded(number):
+    return torch.Generator(torch.get_default_device()).manual_seed(number)
+
+
 def train(model, opt, step):
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + hvd.rank()))
+    x = torch.randn(4, 8, generator=seeded(100 * step + hvd.rank()))
     opt.zero_grad()
     loss = (model(x) ** 2).mean()
     loss.backward()
