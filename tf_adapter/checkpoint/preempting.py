@@ -190,8 +190,9 @@ class Preemption(keras.callbacks.Callback):
         if stored is not None:
             self._first_epoch = stored["epoch"]
             compat.set_initial_epoch(self.model, self._first_epoch)
-            self.model.history.history.update(stored["history"])
-            self._skipped = _Skipped(self.model, stored["batches"], stored["logs"])
+            own = self._own_part(stored)
+            self.model.history.history.update(own["history"])
+            self._skipped = _Skipped(self.model, stored["batches"], own["logs"])
         self._saved = self._step()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -205,8 +206,15 @@ class Preemption(keras.callbacks.Callback):
             self._skipped = None
         if self._stored is not None and self._skipped is None:
             self._check_not_loaded_again()
-            self._put_metrics(self._stored["metrics"])
+            self._put_metrics(self._own_part(self._stored)["metrics"])
             self._stored = None
+
+    def _own_part(self, stored: dict[str, Any]) -> dict[str, Any]:
+        """What this rank had; with another number of ranks, the first one's history."""
+        ranks, parts = self._ranks(), stored["ranks"]
+        if len(parts) == ranks.size:
+            return dict(parts[ranks.rank])
+        return {**parts[0], "metrics": []}
 
     def _check_not_loaded_again(self) -> None:
         if self._step() != self._saved:
@@ -215,12 +223,12 @@ class Preemption(keras.callbacks.Callback):
                 f"step {self._step()}: give that one resume=False, or leave it out"
             )
 
-    def _put_metrics(self, of_ranks: list[list[Any]]) -> None:
-        ranks, variables = self._ranks(), self.model.metrics_variables
-        if len(of_ranks) != ranks.size or len(of_ranks[0]) != len(variables):
-            return  # of another number of ranks: the metrics of this epoch begin here
-        for variable, value in zip(variables, of_ranks[ranks.rank], strict=True):
-            variable.assign(np.asarray(value, variable.dtype))
+    def _put_metrics(self, values: list[Any]) -> None:
+        variables = self.model.metrics_variables
+        # Of another number of ranks, or of other metrics: those of this epoch begin here.
+        if len(values) == len(variables):
+            for variable, value in zip(variables, values, strict=True):
+                variable.assign(np.asarray(value, variable.dtype))
 
     # -- leaving -----------------------------------------------------------------------------------
 
@@ -246,19 +254,26 @@ class Preemption(keras.callbacks.Callback):
     def _save(self, batches: int, logs: dict[str, Any]) -> None:
         began = time.monotonic()
         self._saved = self._step()
-        metrics = [np.asarray(v).tolist() for v in self.model.metrics_variables]
+        own = {
+            "logs": {name: _plain(value) for name, value in logs.items()},
+            "history": {k: [_plain(x) for x in v] for k, v in self.model.history.history.items()},
+            "metrics": [_plain(v) for v in self.model.metrics_variables],
+        }
         extra = {
             "epoch": self._epoch,
             "batches": batches,
-            "logs": {name: float(value) for name, value in logs.items()},
-            "history": {k: [float(x) for x in v] for k, v in self.model.history.history.items()},
-            "metrics": self._ranks().allgather_object(metrics, name="zero/preemption/metrics"),
+            "ranks": self._ranks().allgather_object(own, name="zero/preemption/metrics"),
         }
         self.manager.save(self._saved, self.model, extra=extra)
         self._departure.measured(time.monotonic() - began)
 
     def _step(self) -> int:
         return int(np.asarray(self.model.optimizer.iterations))
+
+
+def _plain(value: Any) -> Any:
+    """A number or array as JSON can say it."""
+    return np.asarray(value).tolist()
 
 
 class _Skipped:
