@@ -1,6 +1,6 @@
 """Jobs whose ranks are signalled from outside: they leave, start again, and end as if never left.
 
-More rounds than two: ZEROHVD_PREEMPTION_ROUNDS=100 python -m pytest tests/launch/test_preemption.py
+More rounds than one: ZEROHVD_PREEMPTION_ROUNDS=100 python -m pytest tests/launch/test_preemption.py
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zerohvd.checkpoint.manager.folder import checkpoints
 from zerohvd.launching import end_session, launch_environment, mpirun_command
 
 JOB = Path(__file__).with_name("preempted_torch_job.py")
-ROUNDS = int(os.environ.get("ZEROHVD_PREEMPTION_ROUNDS", "2"))
+ROUNDS = int(os.environ.get("ZEROHVD_PREEMPTION_ROUNDS", "1"))
 RANKS = 4
 
 
