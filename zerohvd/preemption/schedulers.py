@@ -134,13 +134,21 @@ class PBS(Scheduler):
                 raise
             return duration(self._walltime) - (time.monotonic() - _STARTED)
         limit = re.search(r"Resource_List\.walltime = (\S+)", said)
-        used = re.search(r"resources_used\.walltime = (\S+)", said)
-        if limit is None:
-            return None
-        return duration(limit[1]) - (duration(used[1]) if used else 0.0)
+        return None if limit is None else duration(limit[1]) - _used(said)
 
     def requeue(self, *, in_time: bool) -> str:
         return "the job script submits the job again if it sees this exit code"
+
+
+def _used(said: str) -> float:
+    """Seconds that a job of PBS has run, by what `qstat -f` says."""
+    used = re.search(r"resources_used\.walltime = (\S+)", said)
+    began = re.search(r"\b(?:stime|start_time) = (\w+ \w+ +\d+ [\d:]+ \d+)", said)
+    known = [time.monotonic() - _STARTED]
+    # PBS notes what was used every few minutes only.
+    known += [duration(used[1])] if used else []
+    known += [time.time() - time.mktime(time.strptime(began[1]))] if began else []
+    return max(known)
 
 
 class LSF(Scheduler):
@@ -150,7 +158,10 @@ class LSF(Scheduler):
         said = self._tell(["bjobs", "-noheader", "-o", "time_left", self.job]).strip()
         # "1:30 L": hours and minutes until the limit; E: an estimate, "-": there is no limit.
         found = re.fullmatch(r"(\d+):(\d+) L", said)
-        return None if found is None else int(found[1]) * 3600.0 + int(found[2]) * 60.0
+        if found is None:
+            return None
+        # The minute that has begun may be over in a second.
+        return max(0.0, int(found[1]) * 3600.0 + (int(found[2]) - 1) * 60.0)
 
     def requeue(self, *, in_time: bool) -> str:
         return "LSF starts the job again if it was submitted with bsub -Q and this exit code"
