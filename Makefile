@@ -1,4 +1,4 @@
-# make demo | test | test-oldest | lint | bench | docs | env | clean
+# make demo | test | test-gpu | test-oldest | lint | bench | docs | env | clean
 #
 #   PYTHON=python3.11          the Python that .venv is made with
 #   OLDEST_PYTHON=python3.10   the one of test-oldest, which has an environment of its own
@@ -16,7 +16,7 @@ OLDEST := .venv-oldest/bin/python
 # The environment of everything that starts ranks: one place, zerohvd/launching.py.
 RUN := $(PY) -m zerohvd.launching
 
-.PHONY: help env demo test test-oldest lint bench docs clean
+.PHONY: help env demo test test-gpu test-oldest lint bench docs clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -32,6 +32,13 @@ demo: env
 test: lint
 	$(RUN) $(PY) -m pytest tests
 	$(RUN) $(PY) tests/run_parallel.py
+
+# The parallel tests with all tensors on GPUs, one per rank: docs/gpus.md.
+# PYTHON is that of an environment with CUDA builds, SUITE=torch or keras one framework.
+test-gpu:
+	$(PYTHON) -m zerohvd doctor
+	ZEROHVD_TEST_DEVICE=cuda $(PYTHON) -m zerohvd.launching $(PYTHON) tests/run_parallel.py \
+	  --gpus $(if $(SUITE),--suite $(SUITE))
 
 # The oldest supported versions (requirements/oldest.txt): docs/versions.md says how they were found.
 test-oldest:

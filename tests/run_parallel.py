@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -49,17 +50,30 @@ def run(suite: str, np: int, options: list[str]) -> bool:
         return False
 
 
+def count_gpus() -> int:
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return 0
+    return listed.stdout.count("GPU ")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--np", type=int, action="append", help="numbers of ranks; default 1-4")
     parser.add_argument("--suite", choices=SUITES, action="append", help="default: all")
+    parser.add_argument("--gpus", action="store_true", help="as many ranks as there are GPUs")
     args, options = parser.parse_known_args()
     os.chdir(ROOT)
+    sizes = args.np or [n for n in SIZES if not args.gpus or n <= count_gpus()]
+    if not sizes:
+        print("no GPU: nvidia-smi -L lists none")
+        return 1
     start = time.monotonic()
     failed = [
         f"{suite} with {np}"
         for suite in args.suite or SUITES
-        for np in args.np or SIZES
+        for np in sizes
         if not run(suite, np, ["-q", "-p", "no:cacheprovider", *options])
     ]
     print(f"parallel tests: {time.monotonic() - start:.0f} s")

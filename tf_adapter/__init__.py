@@ -48,6 +48,7 @@ from zerohvd.errors import (  # noqa: E402
 )
 from zerohvd.keras import callbacks  # noqa: E402
 from zerohvd.keras.checkpoint.api import CheckpointManager, load, save  # noqa: E402
+from zerohvd.keras.checkpoint.preempting import preemption  # noqa: E402
 from zerohvd.keras.checkpoint.whole_model import save_model  # noqa: E402
 from zerohvd.keras.communication.threads import settle  # noqa: E402
 from zerohvd.keras.data import shard_dataset  # noqa: E402
@@ -99,6 +100,7 @@ __all__ = [
     "memory_report",
     "plain_optimizer",
     "plan",
+    "preemption",
     "rank",
     "remove_process_set",
     "save",

@@ -38,6 +38,7 @@ from zerohvd.errors import (  # noqa: E402
     ZeroError,
 )
 from zerohvd.torch.checkpoint.api import CheckpointManager, load, save  # noqa: E402
+from zerohvd.torch.checkpoint.preempting import preemption  # noqa: E402
 from zerohvd.torch.communication import joining  # noqa: E402
 from zerohvd.torch.communication.compression import Compression  # noqa: E402
 from zerohvd.torch.communication.threads import settle  # noqa: E402
@@ -79,6 +80,7 @@ __all__ = [
     "load",
     "memory_report",
     "plan",
+    "preemption",
     "save",
     "weight",
     "zeroify",

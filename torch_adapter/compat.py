@@ -7,6 +7,8 @@ without it. No other module of the adapter uses such names.
 from __future__ import annotations
 
 import contextlib
+import functools
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -22,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_iter as tree_iter
 from torch.utils._pytree import tree_map as tree_map
+from torch.utils.data._utils import signal_handling
 
 
 def without_memory() -> AbstractContextManager[Any]:
@@ -202,7 +205,7 @@ def alltoall_start(
     x: torch.Tensor, splits: torch.Tensor, out: torch.Tensor, name: str, process_set: Any
 ) -> int:
     """Send `splits[r]` elements to each rank r, receive into `out`; returns Horovod's handle."""
-    received = torch.empty(len(splits), dtype=torch.int32)
+    received = torch.empty(len(splits), dtype=torch.int32, device="cpu")
     started: int = mpi_ops._alltoall_async(x, splits, out, received, name, process_set)
     return started
 
@@ -335,3 +338,27 @@ def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Ten
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         if name not in module._non_persistent_buffers_set:
             yield name, buffer
+
+
+# -- processes that load data ----------------------------------------------------------------------
+
+
+def keep_handlers_of_workers() -> None:
+    """Let a DataLoader's workers keep the handler for TERM that they were forked with.
+
+    `_set_worker_signal_handlers` puts torch's own in its place (torch 2.6 to 2.13), which ends a
+    worker, and with it the training, when a scheduler signals all processes of a job. Without this,
+    a job that is preempted by TERM fails if it has workers; USR1 is not affected.
+    """
+    set_handlers = getattr(signal_handling, "_set_worker_signal_handlers", None)
+    if set_handlers is None or hasattr(set_handlers, "__wrapped__"):
+        return
+
+    @functools.wraps(set_handlers)
+    def set_all_others() -> None:
+        kept = signal.getsignal(signal.SIGTERM)
+        set_handlers()
+        if callable(kept):
+            signal.signal(signal.SIGTERM, kept)
+
+    signal_handling._set_worker_signal_handlers = set_all_others  # type: ignore[attr-defined]

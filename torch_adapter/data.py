@@ -46,10 +46,10 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         if self._shuffle:
-            generator = torch.Generator().manual_seed(self._seed + self.epoch)
-            order = torch.randperm(self.share.samples, generator=generator)
+            generator = torch.Generator("cpu").manual_seed(self._seed + self.epoch)
+            order = torch.randperm(self.share.samples, generator=generator, device="cpu")
         else:
-            order = torch.arange(self.share.samples)
+            order = torch.arange(self.share.samples, device="cpu")
         return iter(order[self.rank :: self.num_replicas].tolist())
 
     def __len__(self) -> int:

@@ -148,6 +148,7 @@ _WORDS = (
     (r"/dataset", "zero.shard_dataset()"),
     (r"/fit", "model.fit()"),
     (r"/monitor", "the metric that decides what is saved"),
+    (r"/preemption", "the agreement on whether to leave"),
     (r"/norm$", "the norm of the gradients"),
     (r"/overflow$", "a look for overflows in the gradients"),
     (r"/weights?$", "the weights of the ranks' batches"),

@@ -287,6 +287,22 @@ def test_rpath_relative_for_the_wheel_and_absolute_for_the_machine() -> None:
 def test_a_gpu_build_asks_for_nccl() -> None:
     env = variables(replace(PLAN, cuda=CUDA))
     assert (env["HOROVOD_GPU_OPERATIONS"], env["HOROVOD_CUDA_HOME"]) == ("NCCL", "/cuda")
+    assert (env["CUDACXX"], env["CUDAToolkit_ROOT"]) == ("/cuda/bin/nvcc", "/cuda")
+    assert env["PATH"].startswith("/cuda/bin:")
+    assert "CUDACXX" not in variables(PLAN)
+
+
+def test_the_toolkit_is_found_behind_an_nvcc_that_is_a_script_elsewhere(tmp_path: Path) -> None:
+    home, path = tmp_path / "cuda-13.0", tmp_path / "bin"
+    for folder in (home / "bin", home / "include", home / "lib64", path):
+        folder.mkdir(parents=True)
+    says = f"echo '#$ _HERE_={home}/bin' >&2; echo 'release 13.0, V13.0.88'"
+    script(home / "bin" / "nvcc", says)
+    script(path / "nvcc", f'exec {home}/bin/nvcc "$@"')
+    (home / "include" / "nccl.h").write_text("#define NCCL_MAJOR 2\n")
+    (home / "lib64" / "libnccl.so.2").touch()
+    found = environment.find_cuda({"PATH": f"{path}:/usr/bin:/bin"})
+    assert found is not None and (found.home, found.version) == (home, "13.0")
 
 
 # -- the compiler wrapper -------------------------------------------------------------------------

@@ -358,3 +358,41 @@ def test_the_report_is_the_same_for_people_and_for_machines(capsys):
     report.print(Console(width=80))
     printed = capsys.readouterr().out
     assert all(word in printed for word in ("fail", "thing", "[broken]", "mend it"))
+
+
+# -- GPUs ------------------------------------------------------------------------------------------
+
+CUDA_TORCH = {"version": "2.13.0+cu130", "kind": "CUDA", "cuda": "13.0", "nccl": "2.29.7"}
+
+
+def test_cpu_builds_have_no_lines_about_gpus():
+    assert not [name for name in lines_of(evidence()) if "CUDA" in name or "NCCL" in name]
+
+
+def test_a_cuda_build_says_its_versions_and_the_nccl_that_is_loaded():
+    findings = {
+        "torch": ok("torch", **CUDA_TORCH, gpus=4),
+        "horovod.torch": ok(
+            "horovod.torch", built=["mpi", "nccl", "cuda"], libmpi=[], libnccl=["/e/libnccl.so.2"]
+        ),
+    }
+    lines = lines_of(evidence(findings=findings))
+    assert lines["CUDA of torch"].found == "13.0, NCCL 2.29.7"
+    assert lines["NCCL of horovod.torch"].found.startswith("/e/libnccl.so.2")
+    assert "NVIDIA driver" not in lines
+
+
+def test_a_missing_driver_is_one_line():
+    torch = ok("torch", **CUDA_TORCH, gpus=0, driver="Found no NVIDIA driver on your system")
+    line = lines_of(evidence(findings={"torch": torch}))["NVIDIA driver"]
+    assert line.found == "torch finds no GPU: Found no NVIDIA driver on your system"
+    assert "\n" not in line.found
+
+
+def test_a_horovod_without_nccl_beside_a_cuda_torch_is_a_warning():
+    findings = {
+        "torch": ok("torch", **CUDA_TORCH, gpus=1),
+        "horovod.torch": ok("horovod.torch", built=["mpi", "gloo"], libmpi=[], libnccl=[]),
+    }
+    line = lines_of(evidence(findings=findings))["NCCL of horovod.torch"]
+    assert line.status is Status.WARN and "horovod install" in line.fix

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
@@ -37,11 +38,16 @@ def nbytes(x: Any) -> int:
 
 
 def bits(x: Any) -> Any:
-    """A bfloat16 tensor as int16, bit by bit: Horovod moves integers but not bfloat16."""
-    return tf.bitcast(x, tf.int16)
+    """A bfloat16 tensor as integers, bit by bit: Horovod moves these but not bfloat16.
+
+    int16; or two bytes in one more dimension where NCCL may carry it, which knows no 16-bit
+    integers.
+    """
+    return tf.bitcast(x, tf.uint8 if hvd.nccl_built() else tf.int16)
 
 
 def unbits(x: Any) -> Any:
+    """The reverse."""
     return tf.bitcast(x, tf.bfloat16)
 
 

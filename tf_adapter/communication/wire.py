@@ -25,6 +25,7 @@ from zerohvd.communication.collectives import (
 from zerohvd.communication.hosts import Grid
 from zerohvd.communication.instances import agree_on_instance
 from zerohvd.communication.traffic import PassTraffic, StepTraffic
+from zerohvd.devices import check_devices
 from zerohvd.keras import compat
 from zerohvd.keras.communication import arrays, two_steps
 from zerohvd.keras.communication.clock import Clock, measured
@@ -37,6 +38,10 @@ from zerohvd.schedule import exchange_rounds
 # limit when it is initialised.
 _TOO_LATE = limits.end_stalled_collectives(os.environ) and hvd.is_initialized()
 
+_OWN_DEVICE = (
+    'tf.config.set_visible_devices(tf.config.list_physical_devices("GPU")[hvd.local_rank()], "GPU")'
+    " after hvd.init(), before anything else"
+)
 # A tensor smaller than this may be a constant (a flag, a count, a norm); gradients never are.
 _SMALL = 4096
 # Elements: TensorFlow slices without a copy at multiples of 64 bytes.
@@ -71,13 +76,28 @@ class Wire:
             self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
             self._kept = tf.Variable(0.0, trainable=False, name="kept")
             self._zero = tf.Variable(0.0, trainable=False, name="zero")
+            # What this rank wishes, and the sum of what the ranks wished in the last step: see
+            # `zerohvd.preemption`.
+            self.wish = tf.Variable(0.0, trainable=False, name="wish")
+            self.heard = tf.Variable(0.0, trainable=False, name="heard")
         self.clock: Clock | None = None  # measures collectives, if there is a Monitor
         self._marks: dict[str, Any] = {}
         if not alone:
             hosts = self.eager.find_hosts()
+            self._check_devices(hosts)
             if self._set.process_set_id == 0 and not limits.is_elastic():
                 watch_next(self.eager, hosts)
         self.traffic = self.new_traffic()
+
+    def _check_devices(self, hosts: Sequence[str]) -> None:
+        if not hvd.nccl_built():
+            return
+        # Ranks may see different GPUs under the same name; TensorFlow takes the first it sees.
+        gpus = tf.config.get_visible_devices("GPU")
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+        mine = f"{gpus[0].name} of CUDA_VISIBLE_DEVICES={seen}" if gpus else None
+        devices = self.eager.allgather_object(mine, name="zero/agree/devices")
+        check_devices(hosts, devices, fix=_OWN_DEVICE)
 
     def new_traffic(self) -> StepTraffic:
         """Start a new record of what is moved."""

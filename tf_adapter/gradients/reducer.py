@@ -287,11 +287,12 @@ class Reduction:
         if self._counts is not None or (self._wire.size == 1 and self._weight is None):
             return
         weight = [] if self._weight is None else [self._weight]
-        mine = tf.stack([*weight, *(float(has) for has in self._has)])
+        wish = tf.convert_to_tensor(self._wire.wish)
+        mine = tf.stack([*weight, *(float(has) for has in self._has), wish])
         with after(wait_for):
             total = self._wire.add_flags(mine, self._reducer.weight_name)
-        self._wire.keep(total)
-        self._counts = total[len(weight) :]
+        self._wire.heard.assign(total[-1])  # so that it is not pruned where nobody uses the rest
+        self._counts = total[len(weight) : -1]
         if weight:
             self._factor = tf.math.divide_no_nan(1.0, total[0])
 

@@ -103,7 +103,7 @@ class LoadedState:
                 if not isinstance(dtype, str) or dtype not in SAFETENSORS:
                     raise CheckpointMismatchError(f"{what} has no dtype that can be stored")
                 check_number(value, what)
-                value = torch.tensor(value, dtype=arrays.dtype_of(dtype))
+                value = torch.tensor(value, dtype=arrays.dtype_of(dtype), device="cpu")
                 if any(g.get("capturable") or g.get("fused") for g in options):
                     value = value.to(param.device)
             found[key] = value

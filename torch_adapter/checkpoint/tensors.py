@@ -48,7 +48,7 @@ def from_array(info: TensorInfo, data: np.ndarray) -> torch.Tensor:
     """For `Reader.decode`."""
     dtype = arrays.dtype_of(info.dtype)
     if not info.nbytes:  # torch refuses to view empty arrays as another dtype
-        return torch.empty(info.shape, dtype=dtype)
+        return torch.empty(info.shape, dtype=dtype, device="cpu")
     return torch.from_numpy(data).view(dtype).reshape(info.shape)
 
 
@@ -66,7 +66,8 @@ class TorchStaging:
         if self._offload is not None and self._offload.on_disk:
             memory = self._offload.scratch(length, arrays.dtype_of(dtype))
             return memory.zero_() if zeros else memory
-        return (torch.zeros if zeros else torch.empty)(length, dtype=arrays.dtype_of(dtype))
+        make = torch.zeros if zeros else torch.empty
+        return make(length, dtype=arrays.dtype_of(dtype), device="cpu")
 
     def destination(
         self, memory: torch.Tensor, stored: str, factor: float | None

@@ -8,6 +8,24 @@ from typing import Any
 import numpy as np
 import torch
 
+# Where NCCL carries tensors, which knows no 16-bit integers: there bfloat16 travels as bytes.
+BYTES_ON = frozenset({"cuda"})
+
+
+OWN_DEVICE = (
+    "torch.cuda.set_device(hvd.local_rank()) after hvd.init(), and model.cuda() after it; or one "
+    "GPU per rank by CUDA_VISIBLE_DEVICES, as `srun --gpus-per-task=1` does"
+)
+
+
+def device_id(device: torch.device) -> str | None:
+    """The same text for the same GPU of a host; None: the host itself; "": not known yet."""
+    if device.type != "cuda":
+        return "" if device.type == "meta" else None
+    # Ranks may see different GPUs under the same number.
+    found = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return f"cuda:{device.index}" if found is None else f"GPU {found}"
+
 
 def dtype_name(x: torch.Tensor | torch.dtype) -> str:
     """The name the core uses, e.g. "float32"."""
@@ -38,17 +56,20 @@ def storage_of(x: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers that every transport knows.
+    """The memory of a bfloat16 tensor as integers that the transport knows.
 
-    bytes on CUDA, because NCCL has no 16-bit integers; 16-bit integers elsewhere.
+    An element becomes a row of two bytes, or a 16-bit integer: either way there are as many rows,
+    by which an alltoall counts what goes where.
     """
-    if x.device.type == "cuda":
-        return x.unsqueeze(-1).view(torch.uint8) if x.dim() == 0 else x.view(torch.uint8)
+    if x.device.type in BYTES_ON:
+        return x.unsqueeze(-1).view(torch.uint8)
     return x.view(torch.int16)
 
 
 def unbits(x: torch.Tensor) -> torch.Tensor:
-    return x.view(torch.bfloat16)
+    """The reverse."""
+    found = x.view(torch.bfloat16)
+    return found.squeeze(-1) if x.dtype == torch.uint8 else found
 
 
 def float32(x: torch.Tensor) -> torch.Tensor:
@@ -77,7 +98,8 @@ def sum_parts(x: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def splits(lengths: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(list(lengths), dtype=torch.int32)
+    # Horovod reads them on the host, whatever the default device is.
+    return torch.tensor(list(lengths), dtype=torch.int32, device="cpu")
 
 
 def from_numpy(x: np.ndarray) -> torch.Tensor:

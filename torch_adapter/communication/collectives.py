@@ -97,6 +97,7 @@ class TorchCollectives(HorovodCollectives):
         """
         super().__init__(hvd, arrays, process_set)
         self._native = native
+        self.by_nccl = bool(hvd.nccl_built())  # tensors on GPUs; those of the host never are
         self.process_set_id: int = self._set.process_set_id
         self.whereabouts = Whereabouts(self.log)
 

@@ -27,7 +27,7 @@ class TorchStar:
         raw = x.detach().cpu().contiguous().view(torch.uint8).numpy()
         item = x.element_size()
         received = self._star.alltoall(raw, [n * item for n in splits], name=name)
-        whole = torch.empty(len(received) // item, dtype=x.dtype)
+        whole = torch.empty(len(received) // item, dtype=x.dtype, device="cpu")
         whole.view(torch.uint8).copy_(torch.from_numpy(received))
         return whole
 

@@ -54,7 +54,7 @@ class Gradients(GradientStep[Section]):
         self.norm_seen: float | None = None
         self._synchronize = synchronize
         self._hooks: list[GradHooks] = []
-        self.sentinel = torch.nn.Parameter(torch.zeros(1))
+        self.sentinel = torch.nn.Parameter(torch.zeros(1, device="cpu"))
         super().__init__(
             collectives,
             rendezvous,
@@ -147,7 +147,7 @@ class Gradients(GradientStep[Section]):
             section.reducer.show_to_user()
             if self._replicated and not any(m is not None for m in section.masters):
                 section.local.publish()
-        self.sentinel.grad = torch.zeros(1)
+        self.sentinel.grad = torch.zeros(1, device="cpu")
 
     def scale_sums(self, factor: float) -> None:
         for section in self.sections:

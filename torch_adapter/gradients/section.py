@@ -204,7 +204,9 @@ class Section:
         for b in buckets:
             flat, master = self.flat.flats[b], self.masters[b]
             if master is not None:
-                self.param_shard(b).copy_(master)
+                # In the order of the stream: before the allgather, and before the next gradients
+                # come to the host, for which the update of this memory waits.
+                self.param_shard(b).copy_(master, non_blocking=master.is_pinned())
             if self.layout.size > 1 and self.flat.replicated:
                 handle = self._collectives.gather_start(flat, self._lengths[b], name=self._names[b])
                 under_way.append(handle)

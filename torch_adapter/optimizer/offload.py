@@ -49,7 +49,11 @@ class Offload:
         if self.on_disk:
             return None if dtype == shard.dtype else self._file(shard.numel(), dtype).copy_(shard)
         same = dtype == shard.dtype and shard.device.type == "cpu"
-        return None if same else shard.to("cpu", dtype, copy=True)
+        if same:
+            return None
+        # Page-locked, so that updated values go back to the device while others are updated.
+        memory = torch.empty(shard.shape, dtype=dtype, device="cpu", pin_memory=shard.is_cuda)
+        return memory.copy_(shard)
 
     def _file(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         tensor, mapping = self._map(count, dtype)

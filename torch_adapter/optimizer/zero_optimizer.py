@@ -17,11 +17,13 @@ from zerohvd.communication.instances import agree_on_instance
 from zerohvd.communication.rendezvous import Call, Rendezvous
 from zerohvd.communication.rounds import check_passes
 from zerohvd.config import ZeroConfig
+from zerohvd.devices import check_devices
 from zerohvd.errors import NonFiniteError, ShardedStateError
 from zerohvd.monitoring.trace import wanted_trace
 from zerohvd.numerics import check_norm_type, divide_factors
 from zerohvd.torch import compat
 from zerohvd.torch.communication import joining
+from zerohvd.torch.communication.arrays import OWN_DEVICE, device_id
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
 from zerohvd.torch.gradients.owner import Gradients
 from zerohvd.torch.gradients.section import Section
@@ -107,7 +109,7 @@ class ZeroOptimizer(Resembling, torch.optim.Optimizer):
         self.unsharded: dict[torch.nn.Parameter, dict[str, Any]] = {}
         self._wire, self._factors = wire, divide_factors(average, collectives.size, predivide)
         self.prefix = _prefix(collectives)
-        collectives.find_hosts()
+        _check_devices(collectives, named)
         self.units = None if units is None else units(collectives, self.prefix)
         waiting = None if self.units is None else self.units.waiting
         self.rendezvous = Rendezvous(collectives, f"{self.prefix}/agree", waiting)
@@ -632,6 +634,17 @@ class ZeroOptimizer(Resembling, torch.optim.Optimizer):
 
 
 compat.unscales_itself(ZeroOptimizer)
+
+
+def _check_devices(
+    collectives: TorchCollectives | LocalCollectives, named: Sequence[NamedParam]
+) -> None:
+    """Find out where the ranks are, and that each has a device of its own."""
+    hosts = collectives.find_hosts()
+    if isinstance(collectives, TorchCollectives) and collectives.by_nccl:
+        mine = device_id(named[0].param.device) if named else None
+        devices = collectives.allgather_object(mine, name="zero/agree/devices")
+        check_devices(hosts, devices, fix=OWN_DEVICE)
 
 
 def _prefix(collectives: TorchCollectives | LocalCollectives) -> str:

@@ -68,13 +68,13 @@ def _probe(
     small = torch.Size(shape).numel() <= _ELEMENTS
     try:
         # Kernels of the meta device allocate more than real ones: only where memory matters.
-        like = torch.empty(shape, dtype=dtype, device="meta" if not small else None)
+        like = torch.empty(shape, dtype=dtype, device="cpu" if small else "meta")
         return _steps(optimizer, group, like.zero_())
     except (NotImplementedError, RuntimeError, TypeError):
         if small:
             raise
         # Some look at values, which the meta device does not have.
-        return _steps(optimizer, group, torch.zeros(shape, dtype=dtype))
+        return _steps(optimizer, group, torch.zeros(shape, dtype=dtype, device="cpu"))
 
 
 def _steps(

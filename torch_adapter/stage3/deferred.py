@@ -112,7 +112,7 @@ def _real(meta: torch.Tensor, made: dict[torch.UntypedStorage, _Place]) -> torch
     if memory not in made:
         made[memory] = _Place(torch.UntypedStorage(meta.untyped_storage().nbytes()), 0)
     storage, start = made[memory]
-    view = torch.empty(0, dtype=meta.dtype)
+    view = torch.empty(0, dtype=meta.dtype, device="cpu")
     offset = start // view.element_size() + meta.storage_offset()
     return view.set_(storage, offset, meta.size(), meta.stride())
 
@@ -126,7 +126,8 @@ def _fills_its_memory(meta: torch.Tensor) -> bool:
 def _laid_out_as(meta: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if value.stride() == meta.stride() and value.storage_offset() == meta.storage_offset():
         return value
-    return torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype).copy_(value)
+    size, stride = meta.size(), meta.stride()
+    return torch.empty_strided(size, stride, dtype=meta.dtype, device="cpu").copy_(value)
 
 
 class _Recorder(TorchDispatchMode):
@@ -194,7 +195,7 @@ class _Recorder(TorchDispatchMode):
             taken = True
             if self._scratch.nbytes() < nbytes:
                 self._scratch = torch.UntypedStorage(nbytes)
-            real = torch.empty(0, dtype=value.dtype)
+            real = torch.empty(0, dtype=value.dtype, device="cpu")
             return real.set_(self._scratch, value.storage_offset(), value.size(), value.stride())
 
         func(*tree_map(scratch, args), **tree_map(scratch, _on_host(kwargs)))

@@ -79,6 +79,10 @@ SAME_END = (
 )
 
 
+def _no_wish() -> int:
+    return 0
+
+
 class Claims(NamedTuple):
     """What one rank says at a rendezvous: numbers that a float64 holds exactly."""
 
@@ -113,6 +117,9 @@ class Rendezvous:
         self.name = name
         self._waiting = waiting
         self._open: tuple[Claims, Array, Handle] | None = None
+        # What a rank wishes travels along, and the highest wish is heard by all: see `preemption`.
+        self.wish: Callable[[], int] = _no_wish
+        self._heard = 0
 
     def open(
         self,
@@ -138,7 +145,8 @@ class Rendezvous:
         digests = (_digest(frozen), float(weighted), passes, _digest(options))
         claims = Claims(call, *digests, float(monitored))
         # The maximum of a value and of its negative are equal only if all ranks said the same.
-        said = self._collectives.from_numpy(np.array([*claims, *(-c for c in claims)], np.float64))
+        numbers = [*claims, *(-c for c in claims), self.wish()]
+        said = self._collectives.from_numpy(np.array(numbers, np.float64))
         handle = self._collectives.allreduce_start(said, "max", name=self.name)
         self._open = (claims, said, handle)
 
@@ -151,14 +159,21 @@ class Rendezvous:
             if self._waiting is not None:
                 self._waiting.wait([handle])
             handle.wait()
-        found = self._collectives.to_numpy(said)
-        highest, lowest = Claims(*found[: len(claims)]), Claims(*-found[len(claims) :])
+        *found, wish = self._collectives.to_numpy(said)
+        self._heard = max(self._heard, int(wish))
+        highest, lowest = Claims(*found[: len(claims)]), Claims(*(-c for c in found[len(claims) :]))
         if highest == lowest:
             return
         # Every rank sees this, so all of them come here.
         heard = self._hear_all(claims)
         groups = _extremes(lowest, highest) if heard is None else _by_rank(heard)
         raise DisagreementError(_difference(groups, lowest, highest))
+
+    def take_heard(self) -> int:
+        """The highest wish of any rank since the last call of this, the same on all ranks that have
+        come to the same calls; 0: none."""
+        heard, self._heard = self._heard, 0
+        return heard
 
     def come_for(self, call: Call) -> None:
         """Tell the other ranks, unless they have not come yet since this one told them last."""

@@ -18,6 +18,16 @@ from zerohvd.launchers import detect
 RANKS = detect(os.environ).size or 1
 FIRST, OTHERS = hvd.ProcessSet([0]), hvd.ProcessSet(list(range(1, RANKS)))
 hvd.init(process_sets=[FIRST, OTHERS] if RANKS > 1 else None)
+# TensorFlow takes every GPU it sees, and tests name no device: one per rank, or none.
+GPUS = tf.config.list_physical_devices("GPU")
+ON_GPUS = os.environ.get("ZEROHVD_TEST_DEVICE", "cpu").startswith("cuda")
+tf.config.set_visible_devices([GPUS[hvd.local_rank()]] if ON_GPUS else [], "GPU")
+
+
+@pytest.fixture(scope="session")
+def device():
+    """Where tests train."""
+    return "GPU:0" if ON_GPUS else "CPU:0"
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,19 @@ torch.set_num_threads(1)
 # Registered at the start: with HOROVOD_DYNAMIC_PROCESS_SETS=1 Horovod's background thread holds a
 # lock while it waits for the other ranks, and some kernels then let a rank's own calls starve.
 RANKS = detect(os.environ).size or 1
+DEVICE = os.environ.get("ZEROHVD_TEST_DEVICE") or "cpu"
 FIRST, OTHERS = hvd.ProcessSet([0]), hvd.ProcessSet(list(range(1, RANKS)))
 hvd.init(process_sets=[FIRST, OTHERS] if RANKS > 1 else None)
+if DEVICE != "cpu":
+    # Tests name no device: what they make lies where this says, one GPU per rank.
+    torch.cuda.set_device(hvd.local_rank())
+    torch.set_default_device(torch.device(DEVICE, hvd.local_rank()))
+
+
+@pytest.fixture(scope="session")
+def device():
+    """Where tests train."""
+    return torch.get_default_device()
 
 
 @pytest.fixture(autouse=True)

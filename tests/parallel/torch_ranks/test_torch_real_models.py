@@ -205,7 +205,7 @@ class ResNet(nn.Module):
         return self.fc(self.avgpool(x).flatten(1))
 
     def loss(self, step):
-        generator = torch.Generator().manual_seed(100 * step + hvd.rank())
+        generator = torch.Generator(torch.get_default_device()).manual_seed(100 * step + hvd.rank())
         images = torch.randn(3, 3, 8, 8, generator=generator)
         return F.cross_entropy(self(images), torch.randint(0, 5, (3,), generator=generator))
 
@@ -251,7 +251,7 @@ class LSTMTiedByHand(RNNModel):
 
 
 def words(step):
-    generator = torch.Generator().manual_seed(100 * step + hvd.rank())
+    generator = torch.Generator(torch.get_default_device()).manual_seed(100 * step + hvd.rank())
     return torch.randint(0, WORDS, (3, LENGTH), generator=generator)
 
 

@@ -26,7 +26,7 @@ def three(cls=Blocks, **options):
 USES = {
     "arithmetic": lambda w: w + 1,
     "reading": lambda w: w.tolist(),
-    "numpy": lambda w: w.detach().numpy(),
+    "numpy": lambda w: w.detach().cpu().numpy(),
     "data": lambda w: w.data.clone(),
     "writing": lambda w: w.data.zero_(),
     "item": lambda w: w[0, 0].item(),
@@ -81,7 +81,7 @@ READS = {
     "item": lambda v: v.reshape(-1)[3].item(),
     "print": str,
     "addition": lambda v: v + 1,
-    "numpy": lambda v: v.detach().numpy().sum(),
+    "numpy": lambda v: v.detach().cpu().numpy().sum(),
     "clone": lambda v: v.clone(),
     "write": lambda v: v.detach().fill_(7.0),
 }

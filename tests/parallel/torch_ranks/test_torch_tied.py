@@ -124,7 +124,7 @@ def reference(cls=Tied, **options):
 
 
 def loss_of(model, step):
-    generator = torch.Generator().manual_seed(100 * step + hvd.rank())
+    generator = torch.Generator(torch.get_default_device()).manual_seed(100 * step + hvd.rank())
     tokens = torch.randint(0, WORDS, (6,), generator=generator)
     return F.cross_entropy(model(tokens).float(), tokens)
 

@@ -53,7 +53,7 @@ def make_model(seed: int = 0, cls: type[nn.Module] = Net) -> nn.Module:
 
 
 def batch(step: int, rank: int, samples: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(1000 * step + rank)
     tokens = torch.randint(0, 11, (samples, 6), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 

@@ -108,7 +108,9 @@ def _outline(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 def _broadcast(x: torch.Tensor, collectives: TorchCollectives, name: str) -> torch.Tensor:
     """The first rank's tensor, on the host; the others give one of its shape and dtype."""
-    x = torch.empty(x.shape, dtype=x.dtype) if x.is_meta else x.detach().cpu().contiguous()
+    if x.is_meta:
+        x = torch.empty(x.shape, dtype=x.dtype, device="cpu")
+    x = x.detach().cpu().contiguous()
     if x.numel():
         collectives.broadcast_in_place(x.view(-1), name=name)
     return x
@@ -267,7 +269,7 @@ class _StateArrays:
         return x.cpu()
 
     def empty(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=arrays.dtype_of(dtype))
+        return torch.empty(tuple(shape), dtype=arrays.dtype_of(dtype), device="cpu")
 
     def scalar(self, value: Any, dtype: str) -> torch.Tensor:
-        return torch.tensor(value, dtype=arrays.dtype_of(dtype))
+        return torch.tensor(value, dtype=arrays.dtype_of(dtype), device="cpu")

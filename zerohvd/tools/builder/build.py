@@ -64,6 +64,14 @@ _CPU_EDITS = (
         "False",
     ),
 )
+# C++11, with which nvcc 13 cannot read the headers of g++ 12.
+_GPU_EDITS = (
+    Edit(
+        "horovod/common/ops/cuda/CMakeLists.txt",
+        "set(CMAKE_CUDA_STANDARD 11)",
+        "set(CMAKE_CUDA_STANDARD 17)",
+    ),
+)
 
 
 def pip(*arguments: str) -> list[str]:
@@ -241,7 +249,7 @@ def _unpack(plan: Plan, sdist: Path, target: Path) -> None:
         else:  # Python 3.10 and 3.11 before their security releases of 2023
             archive.extractall(partial)
     root = partial / f"horovod-{plan.horovod}"
-    for edit in (*_EDITS, *(() if plan.cuda else _CPU_EDITS)):
+    for edit in (*_EDITS, *(_GPU_EDITS if plan.cuda else _CPU_EDITS)):
         apply_edit(root, edit)
     record = f"BUILD = {plan.ingredients!r}\nKEY = {plan.key!r}\n"
     (root / "horovod" / RECORD).write_text(record)

@@ -85,6 +85,10 @@ class Cuda:
     nccl_library: Path
     nccl_version: str
 
+    @property
+    def version_pair(self) -> tuple[str, str]:
+        return self.version, self.nccl_version
+
 
 def find_frameworks() -> tuple[Framework, ...]:
     """torch and TensorFlow, whichever are installed.
@@ -274,15 +278,32 @@ def build_jobs() -> int:
 def find_cuda(environ: Mapping[str, str] = os.environ) -> Cuda | None:
     """A CUDA toolkit with nvcc, and an NCCL with header and library; None unless both."""
     homes = [environ.get(name) for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")]
-    nvcc_on_path = shutil.which("nvcc")
-    homes += [str(Path(nvcc_on_path).resolve().parent.parent)] if nvcc_on_path else []
-    homes += ["/usr/local/cuda"]
+    homes += [_toolkit_of(shutil.which("nvcc", path=environ.get("PATH"))), "/usr/local/cuda"]
     for home in (Path(h) for h in homes if h):
         release = _nvcc_release(home / "bin" / "nvcc")
         nccl = _find_nccl(home, environ)
         if release and nccl:
             return Cuda(home, release, *nccl)
     return None
+
+
+def _toolkit_of(nvcc: str | None) -> str | None:
+    """The toolkit behind the nvcc on PATH, which may be a script that lies elsewhere."""
+    if nvcc is None:
+        return None
+    try:
+        # It compiles nothing, and says where it would take its parts from.
+        done = subprocess.run(
+            [nvcc, "--dryrun", "-E", "-x", "cu", os.devnull],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    here = re.search(r"^#\$ _HERE_=(.+)$", done.stdout + done.stderr, re.MULTILINE)
+    return str((Path(here.group(1)) if here else Path(nvcc).resolve().parent).parent)
 
 
 def _nvcc_release(nvcc: Path) -> str | None:

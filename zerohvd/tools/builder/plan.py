@@ -23,6 +23,8 @@ SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
 RUNTIME_REQUIREMENTS = ("cloudpickle", "packaging", "psutil", "pyyaml")
 # Raise it when the way of building changes, so that wheels of the old way are not taken.
 RECIPE = 1
+# The same for what only GPU builds do.
+GPU_RECIPE = 2
 # Flags of the user that reach the compiler or the linker.
 _USER_FLAGS = ("CXXFLAGS", "CPPFLAGS", "LDFLAGS")
 
@@ -70,7 +72,7 @@ class Plan:
             "machine": asdict(self.machine),
             "compiler": self.compiler.version or shlex.join(self.compiler.command),
             "mpi": [self.mpi.kind, self.mpi.version, str(self.mpi.libdir or "")],
-            "cuda": [self.cuda.version, self.cuda.nccl_version] if self.cuda else None,
+            "cuda": [GPU_RECIPE, *self.cuda.version_pair] if self.cuda else None,
             "flags": sorted(self.flags),
         }
 
@@ -205,7 +207,15 @@ def build_environment(
     if "tensorflow" in modules:
         env["HOROVOD_WITH_TENSORFLOW"] = "1"
     if plan.cuda:
-        env.update(HOROVOD_GPU_OPERATIONS="NCCL", HOROVOD_CUDA_HOME=str(plan.cuda.home))
+        env.update(
+            HOROVOD_GPU_OPERATIONS="NCCL",
+            HOROVOD_CUDA_HOME=str(plan.cuda.home),
+            # CMake looks for the toolkit beside the first nvcc on PATH, which may be a script
+            # elsewhere.
+            CUDACXX=str(plan.cuda.home / "bin" / "nvcc"),
+            CUDAToolkit_ROOT=str(plan.cuda.home),
+            PATH=os.pathsep.join([str(plan.cuda.home / "bin"), env["PATH"]]),
+        )
     return env
 
 

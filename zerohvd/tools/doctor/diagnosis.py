@@ -13,6 +13,7 @@ from pathlib import Path
 
 from zerohvd import cores, rank_count, versions
 from zerohvd.launchers import Launcher
+from zerohvd.tools.doctor.gpus import gpu_lines
 from zerohvd.tools.doctor.machine import Machine, yields_when_idle
 from zerohvd.tools.doctor.probes import Finding, Findings
 from zerohvd.tools.doctor.report import Line, Status
@@ -68,6 +69,7 @@ def diagnose(evidence: Evidence) -> Iterator[Line]:
     yield _framework_line(evidence, versions.TENSORFLOW, other="torch")
     yield _keras_line(evidence)
     yield from _horovod_lines(evidence)
+    yield from gpu_lines(evidence.findings)
     yield from _mpi_lines(evidence)
     yield _launcher_line(evidence)
     yield from _world_lines(evidence)

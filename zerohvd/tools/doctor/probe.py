@@ -18,6 +18,7 @@ from typing import Any
 
 # libmpi.so.40, libmpich.so.12, libmpi_cray.so.12, and wheels' libmpi-1a2b3c.so
 _LIBMPI = re.compile(r"libmpi(ch)?(_cray|_intel|_ibm|_gnu_[^/]*)?(-\w+)?\.so")
+_LIBNCCL = re.compile(r"libnccl\.so")
 
 
 def main(argv: list[str]) -> None:
@@ -36,7 +37,22 @@ def _torch() -> dict[str, Any]:
     torch = importlib.import_module("torch")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     kind = "ROCm" if torch.version.hip else "CUDA" if torch.version.cuda else "CPU"
-    return {"version": torch.__version__, "kind": kind, "gpus": gpus}
+    found = {"version": torch.__version__, "kind": kind, "gpus": gpus}
+    if kind == "CUDA":
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        found |= {"cuda": torch.version.cuda, "nccl": nccl}
+        if not gpus:
+            found["driver"] = _why(torch.cuda.init)
+    return found
+
+
+def _why(start: Callable[[], object]) -> str:
+    """The first sentence of the error that a call raises; empty if it does not."""
+    try:
+        start()
+    except Exception as error:
+        return str(error).strip().splitlines()[0].partition(". ")[0]
+    return ""
 
 
 def _tensorflow() -> dict[str, Any]:
@@ -44,7 +60,9 @@ def _tensorflow() -> dict[str, Any]:
     build = dict(tf.sysconfig.get_build_info())
     kind = "ROCm" if build.get("is_rocm_build") else "CUDA" if build.get("is_cuda_build") else "CPU"
     gpus = len(tf.config.list_physical_devices("GPU"))
-    return {"version": tf.__version__, "kind": kind, "gpus": gpus}
+    return {
+        "version": tf.__version__, "kind": kind, "gpus": gpus, "cuda": build.get("cuda_version")
+    }  # fmt: skip
 
 
 def _keras() -> dict[str, Any]:
@@ -56,7 +74,7 @@ def _horovod(framework: str) -> dict[str, Any]:
     hvd = importlib.import_module(f"horovod.{framework}")
     names = ("mpi", "gloo", "nccl", "cuda", "rocm", "ccl", "ddl")
     built = [name for name in names if getattr(hvd, f"{name}_built")()]
-    return {"built": built, "libmpi": loaded_libmpi()}
+    return {"built": built, "libmpi": loaded_libmpi(), "libnccl": loaded(_LIBNCCL)}
 
 
 def _mpi4py() -> dict[str, Any]:
@@ -80,9 +98,14 @@ def _world() -> dict[str, Any]:
 
 def loaded_libmpi() -> list[str]:
     """The MPI libraries in this process, as real paths."""
+    return loaded(_LIBMPI)
+
+
+def loaded(name: re.Pattern[str]) -> list[str]:
+    """The libraries in this process whose names match, as real paths."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     files = {path for line in maps for path in line.split(maxsplit=5)[5:]}
-    return sorted({str(Path(f).resolve()) for f in files if _LIBMPI.match(Path(f).name)})
+    return sorted({str(Path(f).resolve()) for f in files if name.match(Path(f).name)})
 
 
 _LOOKERS: dict[str, Callable[[], dict[str, Any]]] = {
