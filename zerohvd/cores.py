@@ -88,20 +88,22 @@ def settle(
             said.append(
                 f"{threads} {plural} per rank ({how} or OMP_NUM_THREADS sets another number)"
             )
-    # The second is Open MPI's own word for ranks that shall give way.
-    polls = launcher.flavour != "Gloo" and not environ.keys() & {
-        YIELD,
-        "OMPI_MCA_mpi_oversubscribe",
-    }
-    if polls and cores.crowded_by(ranks):
-        if is_started:
-            said.append(f"MPI polls while it waits, on too few cores: export {YIELD}=1")
-        else:
-            environ[YIELD] = "1"
-            said.append("MPI that gives its core away while it waits")
+    if launcher.flavour != "Gloo" and cores.crowded_by(ranks):
+        said += _let_mpi_yield(environ, is_started)
     if said and launcher.is_first:
         where = f"{ranks} ranks on {min(cores.here, cores.quota or cores.here)} cores"
         print(f"zerohvd: {where}: {', '.join(said)}", file=sys.stderr, flush=True)
+
+
+def _let_mpi_yield(environ: MutableMapping[str, str], is_started: bool) -> list[str]:
+    """Have Open MPI give its core away while it waits; return what is to be told."""
+    # The second is its own word for ranks of which it knows that they outnumber the cores.
+    if YIELD in environ or environ.get("OMPI_MCA_mpi_oversubscribe") == "1":
+        return []
+    if is_started:
+        return [f"MPI polls while it waits, on too few cores: export {YIELD}=1"]
+    environ[YIELD] = "1"
+    return ["MPI that gives its core away while it waits"]
 
 
 def _has_decided(environ: Mapping[str, str]) -> bool:

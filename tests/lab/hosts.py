@@ -140,6 +140,8 @@ class Hosts:
     """Hosts h1, h2, ... and the switch between them."""
 
     def __init__(self, count: int) -> None:
+        packages.need(packages.OF_NAMESPACES)
+        _try_namespaces()
         packages.need(packages.OF_HOSTS)
         self.folder = Path(tempfile.mkdtemp(prefix="zerohvd-lab-"))
         self._hosts: dict[str, Host] = {}
@@ -220,6 +222,14 @@ def in_network(pid: int, *argv: str) -> None:
     )
     if done.returncode:
         raise packages.NotHereError(f"`{' '.join(argv)}`: {done.stderr.strip()}")
+
+
+def _try_namespaces() -> None:
+    """Before anything is installed for them: containers may not allow any."""
+    argv = ["unshare", *(f"--{n}" for n in NAMESPACES), "--mount-proc", "--fork", "true"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise packages.NotHereError(f"namespaces are not allowed here: {done.stderr.strip()}")
 
 
 def _address(i: int) -> str:

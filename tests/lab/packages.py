@@ -21,13 +21,12 @@ _ENVIRONMENT = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "
 PMIX = "libpmix.so"
 
 # Command -> package.
+OF_NAMESPACES = {"unshare": "util-linux", "nsenter": "util-linux"}
 OF_HOSTS = {
     "/usr/sbin/sshd": "openssh-server",
     "ssh": "openssh-client",
     "ip": "iproute2",
     "tc": "iproute2",
-    "nsenter": "util-linux",
-    "unshare": "util-linux",
 }
 OF_SLURM = {
     "/usr/sbin/slurmctld": "slurmctld",
