@@ -54,6 +54,7 @@ MEMBERS = {
     ],
     "DistributedOptimizer": ["build", "apply", "apply_gradients", "scale_loss"],
     "Layout": [],
+    "Monitor": ["log", "close", "last"],
 }
 LINK = re.compile(r"(\]\()(?!https?:|#|mailto:)([^)\s#]+)(#[^)\s]*)?(\))")
 

@@ -107,6 +107,23 @@ def test_a_rank_that_is_slow_by_20_ms_is_named_within_20_steps(stage):
     assert all(w > 0.01 for r, w in enumerate(waits) if r != slow)
 
 
+def test_a_closure_is_compute():
+    model, opt = sharded(stage=2)
+    monitor = zero.Monitor(opt, every=2, to=())
+
+    def closure():
+        time.sleep(0.05)
+        opt.zero_grad()
+        loss = loss_of(model, batch(0, hvd.rank()))
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        opt.step(closure)
+    monitor.close()
+    assert monitor.last["time/compute"] > 0.05 > monitor.last["time/update"]
+
+
 def test_skipped_steps_and_the_loss_scale_are_counted():
     model, opt = sharded(stage=2)
     kept = Kept()
