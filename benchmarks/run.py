@@ -110,7 +110,12 @@ def measure(args: argparse.Namespace) -> Rounds:
         for name, run in systems.items():
             if name in rounds[number]:
                 continue
-            rounds[number][name] = found = run(args)
+            try:
+                found = run(args)
+            except SystemExit as error:  # a system that fails does not end the others
+                print(f"round {number + 1}, {name} has failed: {error}", flush=True)
+                continue
+            rounds[number][name] = found
             RAW.write_text(json.dumps(rounds))
             print(f"round {number + 1}, {name}: {1e3 * found['seconds']:.0f} ms", flush=True)
     return rounds
