@@ -7,7 +7,7 @@ Every system has processes of its own in every round, with the same settings, an
 round follow each other: a machine that becomes busy slows all of them. Then come the benchmarks
 that measure other things than step time, one after the other; with --quick two short ones of them.
 What is found goes to benchmarks/RESULTS.md with versions and commands, and its pictures to
-benchmarks/results/. After an interruption, --go-on continues with the rounds that are there.
+docs/assets/. After an interruption, --go-on continues with the rounds that are there.
 """
 
 from __future__ import annotations
@@ -110,7 +110,12 @@ def measure(args: argparse.Namespace) -> Rounds:
         for name, run in systems.items():
             if name in rounds[number]:
                 continue
-            rounds[number][name] = found = run(args)
+            try:
+                found = run(args)
+            except SystemExit as error:  # a system that fails does not end the others
+                print(f"round {number + 1}, {name} has failed: {error}", flush=True)
+                continue
+            rounds[number][name] = found
             RAW.write_text(json.dumps(rounds))
             print(f"round {number + 1}, {name}: {1e3 * found['seconds']:.0f} ms", flush=True)
     return rounds
@@ -188,7 +193,7 @@ def _middle(values: Sequence[float], factor: float, form: str) -> str:
 
 
 def draw(rounds: Rounds) -> None:
-    folder = HERE / "results"
+    folder = ROOT / "docs/assets"  # where the site finds them too
     torch_titles = {
         "seconds": "PyTorch, step time, of Horovod's",
         "bytes": "PyTorch, peak memory, bytes per parameter",
@@ -198,21 +203,21 @@ def draw(rounds: Rounds) -> None:
         return name.startswith(("zero", "stage", "fit"))
 
     plots.bars(
-        folder / "torch_step_time.svg",
+        folder / "bench-torch-time.svg",
         torch_titles["seconds"],
         ratios(rounds, "PyTorch", "seconds"),
         lambda v: f"{v:.2f}",
         ours,
     )
     plots.bars(
-        folder / "torch_memory.svg",
+        folder / "bench-torch-memory.svg",
         torch_titles["bytes"],
         series(rounds, "PyTorch", "bytes"),
         lambda v: f"{v:.1f}",
         ours,
     )
     plots.bars(
-        folder / "keras_step_time.svg",
+        folder / "bench-keras-time.svg",
         "Keras, step time, of Horovod's",
         ratios(rounds, "Keras", "seconds"),
         lambda v: f"{v:.2f}",
@@ -260,15 +265,15 @@ def write(rounds: Rounds, others: Sequence[tuple[Other, str, str]], args: Any) -
         "",
         *table(rounds, "PyTorch"),
         "",
-        "![PyTorch, step time](results/torch_step_time.svg)",
+        "![PyTorch, step time](../docs/assets/bench-torch-time.svg)",
         "",
-        "![PyTorch, peak memory](results/torch_memory.svg)",
+        "![PyTorch, peak memory](../docs/assets/bench-torch-memory.svg)",
         "",
         "## Keras: a step of a transformer, Adam, float32",
         "",
         *table(rounds, "Keras"),
         "",
-        "![Keras, step time](results/keras_step_time.svg)",
+        "![Keras, step time](../docs/assets/bench-keras-time.svg)",
         "",
         "## Everything else",
         "",

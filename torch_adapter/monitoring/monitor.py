@@ -137,6 +137,10 @@ class Monitor:
     def _after(self, opt: Any, args: Any, kwargs: dict[str, Any]) -> None:
         self._end(opt, skipped=False)
 
+    def closure_ended(self) -> None:
+        """Note that what `step()` has done so far was compute."""
+        self._meter.begin_update(anew=True)
+
     def scaled_by(self, scaler: Any) -> None:
         """Note who scales the loss."""
         self._scaler = scaler

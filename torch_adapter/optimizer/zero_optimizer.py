@@ -46,6 +46,9 @@ MakeUnits = Callable[[TorchCollectives | LocalCollectives, str], Units]
 class Watcher(Protocol):
     """A Monitor, as far as an optimizer and its scaler know it."""
 
+    def closure_ended(self) -> None:
+        """What `step()` was given to call has computed the loss and its gradients."""
+
     def scaled_by(self, scaler: Any) -> None:
         """The scaler is about to call `step()`, or not."""
 
@@ -405,6 +408,8 @@ class ZeroOptimizer(Resembling, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+            if self.watcher is not None:
+                self.watcher.closure_ended()
         if self._skip_synchronize and not self.gradients.synchronized:
             raise RuntimeError(
                 "step() was called under skip_synchronize() without synchronize() before it"

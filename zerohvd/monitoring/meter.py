@@ -48,9 +48,13 @@ class Meter:
     def waited(self, what: str, start: float, stop: float) -> None:
         self._waited += stop - start
 
-    def begin_update(self) -> None:
-        """The update begins: what this rank does from now on is no compute."""
-        if self._update_from is None:
+    def begin_update(self, *, anew: bool = False) -> None:
+        """The update begins: what this rank does from now on is no compute.
+
+        Args:
+            anew: It begins only now, though it has been said to have begun before.
+        """
+        if self._update_from is None or anew:
             self._update_from, self._waited_before = time.perf_counter(), self._waited
 
     def end_step(self) -> Split | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import resource
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,8 @@ class Numbers(NamedTuple):
     square: float  # sum of the squares of this rank's gradients; NaN: not known
     memory: float  # bytes that are held
     peak: float  # bytes of the process at most, so far
+    # Seconds of waiting in the median step: one that was interrupted makes no straggler of a rank.
+    wait: float
 
 
 class Pending(Protocol):
@@ -98,8 +101,8 @@ class Session:
         self._forget()
 
     def _forget(self) -> None:
-        self._split, self._timed, self._count, self._skipped_here = NO_TIME, 0, 0.0, 0
-        self._counted = 0
+        self._split, self._waits = NO_TIME, list[float]()
+        self._count, self._counted, self._skipped_here = 0.0, 0, 0
         self._values = {}
 
     def log(self, **values: Any) -> None:
@@ -126,7 +129,8 @@ class Session:
         self.finish()
         self.steps += 1
         if split is not None:
-            self._split, self._timed = self._split + split, self._timed + 1
+            self._split = self._split + split
+            self._waits.append(split.communication)
         found = self._samples if samples is None else samples
         if found is not None:
             self._count, self._counted = self._count + found, self._counted + 1
@@ -142,13 +146,14 @@ class Session:
         return (self.steps + 1 - self._start) % self.every == 0
 
     def _send(self, state: State) -> None:
-        split = self._split.scaled(1.0 / max(1, self._timed))
+        split = self._split.scaled(1.0 / max(1, len(self._waits)))
+        wait = statistics.median(self._waits) if self._waits else 0.0
         own = {name: _mean(values) for name, values in self._values.items()}
         samples = self._count / self._counted if self._counted else math.nan
         square = math.nan if state.square is None else state.square
         peak = state.peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         loss = own.pop("loss", math.nan)
-        told = Numbers(*split, samples, loss, square, state.memory["total"], peak)
+        told = Numbers(*split, samples, loss, square, state.memory["total"], peak, wait)
         record = {
             "step": self.steps,
             "wall_time": time.time(),
@@ -184,14 +189,14 @@ class Session:
             **{f"memory/{kind}": state.memory[kind] for kind in state.memory},
             "memory/peak": int(max(r.peak for r in ranks)),
         }
-        waits = [r.communication for r in ranks]
+        waits = [r.wait for r in ranks]
         members = range(len(ranks)) if self._members is None else self._members
         slow = find_straggler(waits, mine.seconds, self._hosts, members)
         found["slowest"] = "" if slow is None else str(slow)
         found["slowest_rank"] = -1 if slow is None else slow.rank
         found["slowest_behind"] = 0.0 if slow is None else slow.behind
         found["ranks/compute"] = [r.compute for r in ranks]
-        found["ranks/communication"] = waits
+        found["ranks/communication"] = [r.communication for r in ranks]
         found["ranks/update"] = [r.update for r in ranks]
         found["ranks/behind"] = behind(waits)
         found["ranks/memory"] = [int(r.memory) for r in ranks]

@@ -75,7 +75,9 @@ def _box(event: Event, y: float, start: float, stop: float, scale: float) -> str
     room = int((width - 4) / _CHARACTER)
     if room < 4:
         return box
-    name = event["name"] if len(event["name"]) <= room else f"{event['name'][: room - 1]}…"
+    # The colour says which operation it is.
+    name = event["args"].get("parameter") or event["name"]
+    name = name if len(name) <= room else f"{name[: room - 1]}…"
     ink = "#1c2024" if event["cat"] == "step" else "#ffffff"
     return f'{box}<text x="{x + 3:.1f}" y="{y + 11}" fill="{ink}">{escape(name)}</text>'
 
