@@ -15,7 +15,6 @@ allow_single_process(os.environ)
 # hvd`, whose optimizer and callbacks do not work on Keras 3.
 from horovod.tensorflow import (  # noqa: E402
     Average,
-    Compression,
     ProcessSet,
     Sum,
     add_process_set,
@@ -47,6 +46,7 @@ from zerohvd.errors import (  # noqa: E402
 from zerohvd.keras import callbacks  # noqa: E402
 from zerohvd.keras.checkpoint.api import CheckpointManager, load, save  # noqa: E402
 from zerohvd.keras.checkpoint.whole_model import save_model  # noqa: E402
+from zerohvd.keras.communication.compression import Compression  # noqa: E402
 from zerohvd.keras.data import shard_dataset  # noqa: E402
 from zerohvd.keras.fit import patches  # noqa: E402
 from zerohvd.keras.fit.patches import verbose  # noqa: E402

@@ -25,8 +25,11 @@ from zerohvd.communication.collectives import (
 from zerohvd.communication.hosts import Grid
 from zerohvd.communication.instances import agree_on_instance
 from zerohvd.communication.traffic import PassTraffic, StepTraffic
+from zerohvd.compression.codecs import Codec, codec_of
+from zerohvd.compression.policies import Plain
+from zerohvd.config import ZeroConfig
 from zerohvd.keras import compat
-from zerohvd.keras.communication import arrays, two_steps
+from zerohvd.keras.communication import arrays, packing, two_steps
 from zerohvd.keras.communication.ordering import after
 from zerohvd.schedule import exchange_rounds
 
@@ -52,7 +55,7 @@ def join(process_set: Any = None) -> Collectives:
 class Wire:
     """The ranks of one process set, joined by horovod.tensorflow; all of them must make it."""
 
-    def __init__(self, process_set: Any = None) -> None:
+    def __init__(self, process_set: Any, config: ZeroConfig) -> None:
         self.eager = join(process_set)  # for agreements outside of graphs
         if _TOO_LATE and self.eager.size > 1 and self.eager.rank == 0:
             warnings.warn(limits.TOO_LATE.format("zerohvd.keras"), stacklevel=2)
@@ -70,6 +73,13 @@ class Wire:
         if not alone:
             self.eager.find_hosts()
         self.traffic = self.new_traffic()
+        # How gradients and parameters are packed; None: they are not.
+        self.packing: packing.GradPacking | None = None
+        self.codec: Codec | None = None
+        if not alone and not isinstance(config.wire, Plain):
+            self.packing = packing.GradPacking(config.wire, self.rank, self.step)
+        if not alone:
+            self.codec = codec_of(config.param_compression)
 
     def new_traffic(self) -> StepTraffic:
         """Start a new record of what is moved."""
@@ -119,6 +129,26 @@ class Wire:
         """
         if self.size == 1:
             return arrays.widen(x)
+        if self.packing is not None:
+            return self.packing.reducescatter(self._swap, x, lengths, name)
+        return self._reducescatter(x, lengths, name)
+
+    def _swap(self, parts: Sequence[Any], nbytes: int, name: str) -> list[Any]:
+        """Send packed parts, and return what every rank has sent here: `nbytes` of each."""
+        others = [None if r == self.rank else part for r, part in enumerate(parts)]
+        sizes = [0 if part is None else part.shape[0] for part in others]
+        sent = [part for part in others if part is not None]
+        data = tf.concat(sent, 0) if sent else self.live(tf.zeros([0], tf.uint8))
+        self._record(name, "reducescatter", data, moved=sum(sizes))
+        out = self._alltoall(data, sizes, name)
+        out.set_shape([nbytes * (self.size - 1)])
+        if not nbytes:
+            self.keep(tf.cast(out, tf.float32))
+        found = [out[i * nbytes : (i + 1) * nbytes] for i in range(self.size - 1)]
+        found.insert(self.rank, None)
+        return found
+
+    def _reducescatter(self, x: Any, lengths: Sequence[int], name: str) -> Any:
         kept = lengths[self.rank] * arrays.itemsize(x)
         total = sum(lengths) * arrays.itemsize(x)
         self._record(name, "reducescatter", x, moved=total - kept)
@@ -138,7 +168,7 @@ class Wire:
             flat = arrays.flatten(x)
             share = -(-arrays.numel(x) // self.size)
             padded = tf.pad(flat, [[0, share * self.size - arrays.numel(x)]])
-            mine = self.reducescatter(padded, [share] * self.size, f"{name}/reducescatter")
+            mine = self._reducescatter(padded, [share] * self.size, f"{name}/reducescatter")
             mine = tf.cast(mine, x.dtype)
             full = self.allgather(mine, [share] * self.size, f"{name}/allgather")
             return tf.reshape(tf.cast(full[: arrays.numel(x)], tf.float32), x.shape)
@@ -174,6 +204,14 @@ class Wire:
         own = lengths[self.rank] * arrays.itemsize(x)
         self._record(name, "allgather", out, moved=own * (self.size - 1))
         return out
+
+    def allgather_packed(self, x: Any, lengths: Sequence[int], codec: Codec, name: str) -> Any:
+        """The same, packed on their way: float32. A rank's own part is what the others get."""
+        sizes = [codec.nbytes(length) for length in lengths]
+        data = packing.pack(codec, x)
+        if not data.shape[0]:
+            data = self.live(data)
+        return packing.unpack_all(codec, self.allgather(data, sizes, name), lengths)
 
     def allgather_rows(self, x: Any, name: str) -> Any:
         """The rows of all ranks; how many each has, only the running step knows."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from zerohvd.config import ZeroConfig
 from zerohvd.keras.communication.wire import Wire
 
 RANKS = (4,)
@@ -13,7 +14,7 @@ RANKS = (4,)
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_parts_are_added_up_and_gathered(two_hosts, dtype):
-    wire = Wire()
+    wire = Wire(None, ZeroConfig())
     for lengths in ([50000] * 4, [30001, 0, 70000, 1]):
         total = sum(lengths)
         expected = (np.arange(total) % 13 * 4 + 6).astype("float32")

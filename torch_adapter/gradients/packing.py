@@ -1,0 +1,154 @@
+"""Packed gradients: what leaves, what waits for the next step, and the sum of what has come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from zerohvd.communication.collectives import Handle
+from zerohvd.compression.codecs import Codec, codec_of
+from zerohvd.compression.feedback import Waiting, pack_with_feedback
+from zerohvd.compression.policies import Blocks, Policy, TopK, keeps_errors
+from zerohvd.numerics import clip_factor
+from zerohvd.torch.communication import pack_arrays, packing
+from zerohvd.torch.communication.collectives import TorchCollectives
+
+
+class PackedExchange(NamedTuple):
+    """A reducescatter of packed gradients under way."""
+
+    handle: Handle
+    codec: Codec
+    turn: int
+    parts: Sequence[torch.Tensor]  # this rank's part from every rank, in rank order: uint8
+    scratch: torch.Tensor  # the memory that was allocated for it
+    own: torch.Tensor | None  # this rank's own numbers, where these are not packed
+
+    def add_up(self, rank: int, shard: torch.Tensor, scale: float, *, add: bool) -> None:
+        """shard (+)= scale * (sum of all parts), added in rank order, in float32 or wider.
+
+        The own numbers may be the shard itself.
+        """
+        wide = torch.promote_types(shard.dtype, torch.float32)
+        every = [packing.chunks(self.codec, shard.numel(), data) for data in self.parts]
+        for chunks in zip(*every, strict=True):
+            start, stop = chunks[0].start, chunks[0].stop
+            total: torch.Tensor | None = None
+            for r, chunk in enumerate(chunks):
+                if r == rank and self.own is not None:
+                    part = self.own[start:stop].to(wide)
+                else:
+                    part = self.codec.unpack(pack_arrays, chunk.data, chunk.length, self.turn)
+                # Not in place: the first one may be the user's own gradient.
+                total = part if total is None else total + part
+            assert total is not None
+            place = shard[start:stop]
+            if add:
+                place.add_(total, alpha=scale)
+            else:
+                place.copy_(total if scale == 1.0 else total * scale)
+
+
+class GradPacking:
+    """Packs the gradients of one section, bucket by bucket.
+
+    Attributes:
+        waiting: Per bucket, what has not travelled, if that is kept: one or two 1-D tensors for
+            all parts one behind the other.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        lengths: Sequence[Sequence[int]],
+        collectives: TorchCollectives,
+    ) -> None:
+        """
+        Args:
+            lengths: Per bucket: the elements of each rank's part.
+        """
+        self._policy, self._lengths, self._collectives = policy, lengths, collectives
+        self._rank = collectives.rank
+        self._keeps = keeps_errors(policy)
+        self._momentum = policy.momentum if isinstance(policy, TopK) else 0.0
+        # Rounding errors are small numbers of which a few digits matter.
+        narrow = isinstance(policy, Blocks)
+        self._dtype = torch.bfloat16 if narrow else torch.float32
+        self.waiting: list[list[torch.Tensor]] = [[] for _ in lengths]
+        self._turns = [0] * len(lengths)
+        self._weighted: bool | None = None
+
+    def forget(self) -> None:
+        """Drop what waits: it belongs to other parameters, or to a step that was not made."""
+        self.waiting = [[] for _ in self._lengths]
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [t for kept in self.waiting for t in kept]
+
+    def start(self, b: int, grads: torch.Tensor, name: str, *, weighted: bool) -> PackedExchange:
+        """Send a bucket's gradients, 1-D with padding, of which every rank gets its part."""
+        if weighted is not self._weighted:
+            self.forget()  # it was multiplied with other weights
+            self._weighted = weighted
+        turn = self._turns[b]
+        self._turns[b] += 1
+        codec = codec_of(self._policy, turn)
+        assert codec is not None
+        lengths, rank = self._lengths[b], self._rank
+        sizes = [packing.nbytes(codec, n) for n in lengths]
+        data = grads.new_empty(sum(sizes) - sizes[rank], dtype=torch.uint8)
+        own = grads.new_empty(0 if codec.keeps_own else sizes[rank], dtype=torch.uint8)
+        splits = [0 if r == rank else size for r, size in enumerate(sizes)]
+        targets = list(data.split(splits))
+        targets[rank] = own
+        self._pack(b, codec, grads, targets, turn)
+        out = data.new_empty(sizes[rank] * (len(lengths) - 1))
+        handle = self._collectives.swap_start(data, splits, out, name=name)
+        come = list(out.split(sizes[rank])) if sizes[rank] else [out] * (len(lengths) - 1)
+        come.insert(rank, own)
+        kept = grads.split(list(lengths))[rank] if codec.keeps_own else None
+        return PackedExchange(handle, codec, turn, come, out, kept)
+
+    def _pack(
+        self,
+        b: int,
+        codec: Codec,
+        grads: torch.Tensor,
+        targets: Sequence[torch.Tensor],
+        turn: int,
+    ) -> None:
+        scale = self._clip(grads)
+        waits = self._waiting(b, grads)
+        parts = [t.split(list(self._lengths[b])) for t in (grads, *waits)]
+        for rank, (target, grad, *kept) in enumerate(zip(targets, *parts, strict=True)):
+            if rank == self._rank and codec.keeps_own:
+                continue
+            for start, stop, data in packing.chunks(codec, grad.numel(), target):
+                part = grad[start:stop].to(torch.float32)
+                part = part if scale == 1.0 else part * scale
+                if not kept:
+                    data.copy_(codec.pack(pack_arrays, part, turn))
+                    continue
+                before = Waiting(*(t[start:stop].to(torch.float32) for t in kept))
+                packed = pack_with_feedback(
+                    pack_arrays, codec, part, before, turn, self._momentum
+                )
+                data.copy_(packed.data)
+                for place, value in zip(kept, packed.waiting, strict=False):
+                    place[start:stop].copy_(value)
+
+    def _waiting(self, b: int, grads: torch.Tensor) -> list[torch.Tensor]:
+        if self._keeps and not self.waiting[b]:
+            zeros = torch.zeros_like(grads, dtype=self._dtype)
+            self.waiting[b] = [zeros, zeros.clone()] if self._momentum else [zeros]
+        return self.waiting[b]
+
+    def _clip(self, grads: torch.Tensor) -> float:
+        """What the gradients are multiplied with for `TopK.clip`."""
+        if not isinstance(self._policy, TopK) or self._policy.clip is None:
+            return 1.0
+        wide = torch.promote_types(grads.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(grads, dtype=wide)
+        return clip_factor(float(norm), self._policy.clip)
