@@ -5,7 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from zerohvd.compression.policies import Plain, Policy, as_config, check_gradients, check_params
+from zerohvd.compression.policies import (
+    PLAIN,
+    Plain,
+    Policy,
+    as_config,
+    check_gradients,
+    check_params,
+)
 
 STAGES = (0, 1, 2, 3)
 PARTITIONS = ("auto", "flat", "parameter")
@@ -38,10 +45,10 @@ class ZeroConfig:
     grad_clip: float | None = None
     """Clip gradients to this global 2-norm in every step; None: do not clip."""
 
-    compression: Policy = Plain()
+    compression: Policy = PLAIN
     """What travels in the place of gradients."""
 
-    param_compression: Policy = Plain()
+    param_compression: Policy = PLAIN
     """What travels in the place of parameters."""
 
     def __post_init__(self) -> None:
@@ -67,7 +74,7 @@ class ZeroConfig:
         self._check_grad_clip()
         check_gradients(self.compression, self.stage)
         check_params(self.param_compression, self.stage)
-        if self.reduce_dtype is not None and self.compression not in (Plain(), self.wire):
+        if self.reduce_dtype is not None and self.compression not in (PLAIN, self.wire):
             raise ValueError(
                 f"compression says {self.compression} and reduce_dtype says {self.reduce_dtype}: "
                 "give one of them"
@@ -95,6 +102,6 @@ class ZeroConfig:
         for name in ("compression", "param_compression"):
             policy = getattr(self, name)
             found[name] = as_config(policy)
-            if policy == Plain():
+            if policy == PLAIN:
                 del found[name]
         return found

@@ -52,7 +52,7 @@ class GradPacking:
         for start, length, wanted in zip(starts, lengths, packs, strict=True):
             cuts = [arrays.cut(t, start, start + length) for t in (x, *waiting)]
             grad, *before = (tf.cast(t, tf.float32) for t in cuts)
-            data, after = None, before
+            data, after = None, Waiting(*before) if before else None
             if wanted and before:
                 data, after = pack_with_feedback(
                     pack_arrays, self._codec, grad, Waiting(*before), turn, self._momentum
@@ -60,7 +60,7 @@ class GradPacking:
             elif wanted:
                 data = self._codec.pack(pack_arrays, grad, turn)
             parts.append(data)
-            for values, value in zip(kept, after, strict=False):
+            for values, value in zip(kept, after or (), strict=False):
                 values.append(value)
         for variable, values in zip(waiting, kept, strict=True):
             variable.assign(tf.cast(tf.concat(values, 0), variable.dtype))

@@ -79,9 +79,9 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         broadcast: Give all ranks the weights of rank 0 when the optimizer is built.
         process_set: The ranks that take part, all of them unless given; any other trains alone.
         name: The optimizer's name.
-        **horovod: As in Horovod's: `op` (Average or Sum), `backward_passes_per_step` with `average_aggregated_gradients`
-            (the gradients of so many calls are summed, or averaged, for one update; averaged is
-            what `gradient_accumulation_steps` does). `groups`, `num_groups`, `sparse_as_dense`,
+        **horovod: As in Horovod's: `op` (Average or Sum), `backward_passes_per_step` with
+            `average_aggregated_gradients` (the gradients of so many calls are summed, or averaged,
+            for one update; averaged is what `gradient_accumulation_steps` does). `groups`, `num_groups`, `sparse_as_dense`,
             `device_dense`, `device_sparse` and `gradient_predivide_factor` change no result, and
             nothing here.
 

@@ -115,8 +115,12 @@ class ShardedVariables:
 
         A checkpoint holds one value per variable: training goes on from that one too.
         """
-        if any(piece.left_over is not None for piece in self.pieces):
-            self.assign_all(lambda bucket: [p.load() for p in self.pieces_in(bucket)])
+        if self.wire.codec is not None:  # not by the pieces: a rank may have none
+            self.assign_all(self._load)
+
+    def _load(self, bucket: Bucket) -> None:
+        for piece in self.pieces_in(bucket):
+            piece.load()
 
     def assembly(self) -> buffers.Assembly:
         """What `gather` puts buckets into; one for all buckets."""

@@ -18,6 +18,9 @@ class Plain:
         return str(named.get(self.dtype, self.dtype))
 
 
+PLAIN = Plain()
+
+
 @dataclasses.dataclass(frozen=True)
 class Blocks:
     """Blocks of numbers travel as integers of a few bits and one scale each."""
