@@ -15,7 +15,7 @@ from zerohvd.keras.communication import arrays, pack_arrays
 
 
 class Exchange(Protocol):
-    """Sends `parts[r]` to every rank r but the own one; returns what came, in rank order."""
+    """Sends each part to its rank, but not the own one; returns what came, in the same order."""
 
     def __call__(self, parts: Sequence[Any], nbytes: int, name: str) -> list[Any]: ...
 
@@ -25,25 +25,23 @@ class GradPacking:
 
     Args:
         policy: How gradients are packed.
-        rank: This one.
         turn: The number of the step, an integer variable.
     """
 
-    def __init__(self, policy: Policy, rank: int, turn: Any) -> None:
+    def __init__(self, policy: Policy, turn: Any) -> None:
         codec = codec_of(policy)
         assert codec is not None
-        self._policy, self._codec, self._rank, self._turn = policy, codec, rank, turn
+        self._policy, self._codec, self._turn = policy, codec, turn
         self._momentum = policy.momentum if isinstance(policy, TopK) else 0.0
         # Rounding errors are small numbers of which a few digits matter.
         self._dtype = tf.bfloat16 if isinstance(policy, Blocks) else tf.float32
         self._waiting: dict[str, list[tf.Variable]] = {}  # by the name of the collective
 
     def reducescatter(
-        self, exchange: Exchange, x: Any, lengths: Sequence[int], name: str
+        self, exchange: Exchange, x: Any, lengths: Sequence[int], own: int, name: str
     ) -> Any:
-        """The sum over the ranks of this rank's part of `x`, in float32."""
+        """The sum over the ranks of the part `own` of `x`, in float32."""
         turn = tf.convert_to_tensor(self._turn)
-        own = self._rank
         starts = [sum(lengths[:rank]) for rank in range(len(lengths))]
         packs = [n > 0 and not (r == own and self._codec.keeps_own) for r, n in enumerate(lengths)]
         x, waiting = self._clipped(x), self._waits(name, x)
@@ -66,15 +64,16 @@ class GradPacking:
             variable.assign(tf.cast(tf.concat(values, 0), variable.dtype))
         received = exchange(parts, self._codec.nbytes(lengths[own]), name)
         if not lengths[own]:
-            return tf.zeros([0], tf.float32)
+            # Nothing, but it waits for the exchange.
+            return tf.cast(next(data for data in received if data is not None), tf.float32)
         mine = arrays.cut(x, starts[own], starts[own] + lengths[own])
-        return self._total(received, parts[own], mine, turn)
+        received[own] = parts[own]
+        return self._total(received, mine, turn)
 
-    def _total(self, received: Sequence[Any], packed: Any, mine: Any, turn: Any) -> Any:
-        """Added in rank order."""
+    def _total(self, received: Sequence[Any], mine: Any, turn: Any) -> Any:
+        """Added in order; the own part is as it is where it was not packed."""
         total = None
-        for rank, data in enumerate(received):
-            data = packed if rank == self._rank else data
+        for data in received:
             if data is None:
                 part = tf.cast(mine, tf.float32)
             else:

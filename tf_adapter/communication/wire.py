@@ -6,6 +6,7 @@ They run eagerly or are traced into a tf.function.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import warnings
@@ -77,7 +78,7 @@ class Wire:
         self.packing: packing.GradPacking | None = None
         self.codec: Codec | None = None
         if not alone and not isinstance(config.wire, Plain):
-            self.packing = packing.GradPacking(config.wire, self.rank, self.step)
+            self.packing = packing.GradPacking(config.wire, self.step)
         if not alone:
             self.codec = codec_of(config.param_compression)
 
@@ -130,22 +131,39 @@ class Wire:
         if self.size == 1:
             return arrays.widen(x)
         if self.packing is not None:
-            return self.packing.reducescatter(self._swap, x, lengths, name)
+            return self._pack_and_add(self.packing, x, lengths, name)
         return self._reducescatter(x, lengths, name)
 
-    def _swap(self, parts: Sequence[Any], nbytes: int, name: str) -> list[Any]:
-        """Send packed parts, and return what every rank has sent here: `nbytes` of each."""
-        others = [None if r == self.rank else part for r, part in enumerate(parts)]
-        sizes = [0 if part is None else part.shape[0] for part in others]
-        sent = [part for part in others if part is not None]
+    def _pack_and_add(
+        self, packs: packing.GradPacking, x: Any, lengths: Sequence[int], name: str
+    ) -> Any:
+        """A reducescatter of packed numbers. On several hosts, numbers are added up inside the
+        host, and what crosses links is packed."""
+        ranks: Sequence[int] = range(self.size)
+        grid = self._grid_of(x, sum(lengths))
+        if grid is not None:
+            moved = sum(grid.scatter[0].splits(lengths)) * arrays.itemsize(x)
+            self._record(f"{name}/here", "reducescatter", x, moved=moved)
+            x = two_steps.sum_here(self._alltoall, grid, x, lengths, name)
+            ranks, lengths = grid.column, [lengths[r] for r in grid.column]
+        swap = functools.partial(self._swap, ranks)
+        return packs.reducescatter(swap, x, lengths, ranks.index(self.rank), name)
+
+    def _swap(self, ranks: Sequence[int], parts: Sequence[Any], nbytes: int, name: str) -> Any:
+        """Send packed parts to these ranks; return what each has sent here: `nbytes`."""
+        others = {r: p for r, p in zip(ranks, parts, strict=True) if r != self.rank}
+        sizes = [0] * self.size
+        for r, part in others.items():
+            sizes[r] = 0 if part is None else part.shape[0]
+        sent = [part for part in others.values() if part is not None]
         data = tf.concat(sent, 0) if sent else self.live(tf.zeros([0], tf.uint8))
         self._record(name, "reducescatter", data, moved=sum(sizes))
         out = self._alltoall(data, sizes, name)
-        out.set_shape([nbytes * (self.size - 1)])
+        out.set_shape([nbytes * len(others)])
         if not nbytes:
             self.keep(tf.cast(out, tf.float32))
-        found = [out[i * nbytes : (i + 1) * nbytes] for i in range(self.size - 1)]
-        found.insert(self.rank, None)
+        found: list[Any] = [out[i * nbytes : (i + 1) * nbytes] for i in range(len(others))]
+        found.insert(ranks.index(self.rank), None)
         return found
 
     def _reducescatter(self, x: Any, lengths: Sequence[int], name: str) -> Any:

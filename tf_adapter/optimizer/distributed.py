@@ -81,9 +81,9 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         name: The optimizer's name.
         **horovod: As in Horovod's: `op` (Average or Sum), `backward_passes_per_step` with
             `average_aggregated_gradients` (the gradients of so many calls are summed, or averaged,
-            for one update; averaged is what `gradient_accumulation_steps` does). `groups`, `num_groups`, `sparse_as_dense`,
-            `device_dense`, `device_sparse` and `gradient_predivide_factor` change no result, and
-            nothing here.
+            for one update; averaged is what `gradient_accumulation_steps` does). `groups`,
+            `num_groups`, `sparse_as_dense`, `device_dense`, `device_sparse` and
+            `gradient_predivide_factor` change no result, and nothing here.
 
     The gradient of an embedding table is the sum of what the batch says of each row, whichever way
     it is sent. Plain Keras squares, clips and takes absolute values of each occurrence of a row

@@ -12,7 +12,7 @@ from zerohvd.compression.codecs import Codec, codec_of
 from zerohvd.compression.feedback import Waiting, pack_with_feedback
 from zerohvd.compression.policies import Blocks, Policy, TopK, keeps_errors
 from zerohvd.numerics import clip_factor
-from zerohvd.torch.communication import pack_arrays, packing
+from zerohvd.torch.communication import pack_arrays, packing, two_steps
 from zerohvd.torch.communication.collectives import TorchCollectives
 
 
@@ -22,11 +22,12 @@ class PackedExchange(NamedTuple):
     handle: Handle
     codec: Codec
     turn: int
-    parts: Sequence[torch.Tensor]  # this rank's part from every rank, in rank order: uint8
+    parts: Sequence[torch.Tensor]  # this rank's part from every rank or host, in order: uint8
     scratch: torch.Tensor  # the memory that was allocated for it
+    place: int  # of this rank's own among the parts
     own: torch.Tensor | None  # this rank's own numbers, where these are not packed
 
-    def add_up(self, rank: int, shard: torch.Tensor, scale: float, *, add: bool) -> None:
+    def add_up(self, shard: torch.Tensor, scale: float, *, add: bool) -> None:
         """shard (+)= scale * (sum of all parts), added in rank order, in float32 or wider.
 
         The own numbers may be the shard itself.
@@ -37,7 +38,7 @@ class PackedExchange(NamedTuple):
             start, stop = chunks[0].start, chunks[0].stop
             total: torch.Tensor | None = None
             for r, chunk in enumerate(chunks):
-                if r == rank and self.own is not None:
+                if r == self.place and self.own is not None:
                     part = self.own[start:stop].to(wide)
                 else:
                     part = self.codec.unpack(pack_arrays, chunk.data, chunk.length, self.turn)
@@ -49,6 +50,14 @@ class PackedExchange(NamedTuple):
                 place.add_(total, alpha=scale)
             else:
                 place.copy_(total if scale == 1.0 else total * scale)
+
+
+class _Parts(NamedTuple):
+    """What is packed."""
+
+    numbers: torch.Tensor  # 1-D: the parts, one behind the other
+    counts: Sequence[int]  # elements of each
+    exact: int | None  # the part that stays here as it is
 
 
 class GradPacking:
@@ -96,34 +105,48 @@ class GradPacking:
         self._turns[b] += 1
         codec = codec_of(self._policy, turn)
         assert codec is not None
-        lengths, rank = self._lengths[b], self._rank
-        sizes = [packing.nbytes(codec, n) for n in lengths]
-        data = grads.new_empty(sum(sizes) - sizes[rank], dtype=torch.uint8)
-        own = grads.new_empty(0 if codec.keeps_own else sizes[rank], dtype=torch.uint8)
-        splits = [0 if r == rank else size for r, size in enumerate(sizes)]
-        targets = list(data.split(splits))
-        targets[rank] = own
-        self._pack(b, codec, grads, targets, turn)
-        out = data.new_empty(sizes[rank] * (len(lengths) - 1))
-        handle = self._collectives.swap_start(data, splits, out, name=name)
-        come = list(out.split(sizes[rank])) if sizes[rank] else [out] * (len(lengths) - 1)
-        come.insert(rank, own)
-        kept = grads.split(list(lengths))[rank] if codec.keeps_own else None
-        return PackedExchange(handle, codec, turn, come, out, kept)
+        lengths = self._lengths[b]
+        # On several hosts, numbers are added up inside the host, and what crosses links is packed.
+        here = self._collectives.sum_here_start(grads, lengths, name=name)
+        ranks = range(len(lengths)) if here is None else here.column
+        counts, own = [lengths[r] for r in ranks], ranks.index(self._rank)
+        sizes = [packing.nbytes(codec, n) for n in counts]
+        data = grads.new_empty(sum(sizes) - sizes[own], dtype=torch.uint8)
+        out = data.new_empty(sizes[own] * (len(ranks) - 1))
+        mine = data.new_empty(0 if codec.keeps_own else sizes[own])
+        targets = list(data.split([0 if i == own else size for i, size in enumerate(sizes)]))
+        targets[own] = mine
+        splits = [0] * len(lengths)
+        for i, r in enumerate(ranks):
+            splits[r] = 0 if i == own else sizes[i]
+
+        def go(numbers: torch.Tensor) -> Handle:
+            parts = _Parts(numbers, counts, None if not codec.keeps_own else own)
+            self._pack(b, codec, parts, targets, turn)
+            return self._collectives.swap_start(data, splits, out, name=name)
+
+        numbers = grads
+        if here is None:
+            handle = go(grads)
+        else:
+            total = here.total
+            wide = torch.promote_types(grads.dtype, torch.float32)
+            numbers = grads.new_empty(sum(counts), dtype=wide)
+            go_on = lambda: go(numbers.copy_(total()))  # noqa: E731
+            handle = two_steps.TwoSteps(here.handle, go_on, lambda: None)
+        come = list(out.split(sizes[own])) if sizes[own] else [out] * (len(ranks) - 1)
+        come.insert(own, mine)
+        exact = numbers.split(counts)[own] if codec.keeps_own else None
+        return PackedExchange(handle, codec, turn, come, out, own, exact)
 
     def _pack(
-        self,
-        b: int,
-        codec: Codec,
-        grads: torch.Tensor,
-        targets: Sequence[torch.Tensor],
-        turn: int,
+        self, b: int, codec: Codec, parts: _Parts, targets: Sequence[torch.Tensor], turn: int
     ) -> None:
-        scale = self._clip(grads)
-        waits = self._waiting(b, grads)
-        parts = [t.split(list(self._lengths[b])) for t in (grads, *waits)]
-        for rank, (target, grad, *kept) in enumerate(zip(targets, *parts, strict=True)):
-            if rank == self._rank and codec.keeps_own:
+        scale = self._clip(parts.numbers)
+        waits = self._waiting(b, parts.numbers)
+        cut = [t.split(list(parts.counts)) for t in (parts.numbers, *waits)]
+        for i, (target, grad, *kept) in enumerate(zip(targets, *cut, strict=True)):
+            if i == parts.exact:
                 continue
             for start, stop, data in packing.chunks(codec, grad.numel(), target):
                 part = grad[start:stop].to(torch.float32)

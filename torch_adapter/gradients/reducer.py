@@ -279,7 +279,7 @@ class GradReducer(InFlight[_Pending]):
             shard = self.shards[b] = self._new_shard(b, pending.exchange.scratch)
         scale, add = self._factors.after, self._fresh[b]
         if isinstance(pending.exchange, PackedExchange):
-            pending.exchange.add_up(self._rank, shard, scale, add=add)
+            pending.exchange.add_up(shard, scale, add=add)
         else:
             _combine(shard, pending.exchange.parts, scale, add=add)
         self._fresh[b] = True
