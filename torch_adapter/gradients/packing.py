@@ -53,11 +53,43 @@ class PackedExchange(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """What is packed."""
+    """What is packed: a part for each rank, or for each host."""
 
     numbers: torch.Tensor  # 1-D: the parts, one behind the other
     counts: Sequence[int]  # elements of each
-    exact: int | None  # the part that stays here as it is
+    own: int  # the one that stays here
+
+
+class _Memory(NamedTuple):
+    """The bytes of an exchange."""
+
+    sent: torch.Tensor
+    received: torch.Tensor
+    targets: Sequence[torch.Tensor]  # where each part is packed to; the own one beside `sent`
+
+    @staticmethod
+    def of(codec: Codec, parts: _Parts, like: torch.Tensor) -> _Memory:
+        sizes = [packing.nbytes(codec, n) for n in parts.counts]
+        own = sizes[parts.own]
+        sent = like.new_empty(sum(sizes) - own, dtype=torch.uint8)
+        targets = list(sent.split([0 if i == parts.own else n for i, n in enumerate(sizes)]))
+        targets[parts.own] = sent.new_empty(0 if codec.keeps_own else own)
+        return _Memory(sent, sent.new_empty(own * (len(sizes) - 1)), targets)
+
+    def swap(self, collectives: TorchCollectives, ranks: Sequence[int], name: str) -> Handle:
+        """Start the alltoall; `ranks` are those that the parts belong to."""
+        splits = [0] * collectives.size
+        for r, target in zip(ranks, self.targets, strict=True):
+            splits[r] = 0 if r == collectives.rank else target.numel()
+        return collectives.swap_start(self.sent, splits, self.received, name=name)
+
+    def exchange(self, handle: Handle, codec: Codec, turn: int, parts: _Parts) -> PackedExchange:
+        others = len(parts.counts) - 1
+        come = list(self.received.chunk(others)) if self.received.numel() else []
+        come = come or [self.received] * others
+        come.insert(parts.own, self.targets[parts.own])
+        own = parts.numbers.split(list(parts.counts))[parts.own] if codec.keeps_own else None
+        return PackedExchange(handle, codec, turn, come, self.received, parts.own, own)
 
 
 class GradPacking:
@@ -108,36 +140,37 @@ class GradPacking:
         lengths = self._lengths[b]
         # On several hosts, numbers are added up inside the host, and what crosses links is packed.
         here = self._collectives.sum_here_start(grads, lengths, name=name)
-        ranks = range(len(lengths)) if here is None else here.column
-        counts, own = [lengths[r] for r in ranks], ranks.index(self._rank)
-        sizes = [packing.nbytes(codec, n) for n in counts]
-        data = grads.new_empty(sum(sizes) - sizes[own], dtype=torch.uint8)
-        out = data.new_empty(sizes[own] * (len(ranks) - 1))
-        mine = data.new_empty(0 if codec.keeps_own else sizes[own])
-        targets = list(data.split([0 if i == own else size for i, size in enumerate(sizes)]))
-        targets[own] = mine
-        splits = [0] * len(lengths)
-        for i, r in enumerate(ranks):
-            splits[r] = 0 if i == own else sizes[i]
-
-        def go(numbers: torch.Tensor) -> Handle:
-            parts = _Parts(numbers, counts, None if not codec.keeps_own else own)
-            self._pack(b, codec, parts, targets, turn)
-            return self._collectives.swap_start(data, splits, out, name=name)
-
-        numbers = grads
         if here is None:
-            handle = go(grads)
-        else:
-            total = here.total
-            wide = torch.promote_types(grads.dtype, torch.float32)
-            numbers = grads.new_empty(sum(counts), dtype=wide)
-            go_on = lambda: go(numbers.copy_(total()))  # noqa: E731
-            handle = two_steps.TwoSteps(here.handle, go_on, lambda: None)
-        come = list(out.split(sizes[own])) if sizes[own] else [out] * (len(ranks) - 1)
-        come.insert(own, mine)
-        exact = numbers.split(counts)[own] if codec.keeps_own else None
-        return PackedExchange(handle, codec, turn, come, out, own, exact)
+            parts = _Parts(grads, lengths, self._rank)
+            memory = _Memory.of(codec, parts, grads)
+            self._pack(b, codec, parts, memory.targets, turn)
+            handle = memory.swap(self._collectives, range(len(lengths)), name)
+            return memory.exchange(handle, codec, turn, parts)
+        return self._across(b, codec, turn, grads, here, name)
+
+    def _across(
+        self,
+        b: int,
+        codec: Codec,
+        turn: int,
+        grads: torch.Tensor,
+        here: two_steps.SumHere,
+        name: str,
+    ) -> PackedExchange:
+        """The second step, between ranks in the same place of all hosts."""
+        counts = [self._lengths[b][r] for r in here.column]
+        wide = torch.promote_types(grads.dtype, torch.float32)
+        sums = grads.new_empty(sum(counts), dtype=wide)
+        parts = _Parts(sums, counts, here.column.index(self._rank))
+        memory = _Memory.of(codec, parts, grads)
+
+        def go_on() -> Handle:
+            sums.copy_(here.total())
+            self._pack(b, codec, parts, memory.targets, turn)
+            return memory.swap(self._collectives, here.column, name)
+
+        handle = two_steps.TwoSteps(here.handle, go_on, lambda: None)
+        return memory.exchange(handle, codec, turn, parts)
 
     def _pack(
         self, b: int, codec: Codec, parts: _Parts, targets: Sequence[torch.Tensor], turn: int
@@ -146,7 +179,7 @@ class GradPacking:
         waits = self._waiting(b, parts.numbers)
         cut = [t.split(list(parts.counts)) for t in (parts.numbers, *waits)]
         for i, (target, grad, *kept) in enumerate(zip(targets, *cut, strict=True)):
-            if i == parts.exact:
+            if i == parts.own and codec.keeps_own:
                 continue
             for start, stop, data in packing.chunks(codec, grad.numel(), target):
                 part = grad[start:stop].to(torch.float32)
