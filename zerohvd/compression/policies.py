@@ -80,7 +80,8 @@ class RandomK:
     """Some gradients travel, others in the next step; all ranks know which without being told."""
 
     ratio: float
-    """Which share of them, such as 0.1: every tenth, beginning somewhere else in every step."""
+    """Which share of them, such as 0.1: every tenth, beginning somewhere else in every step. It is
+    rounded to one of n."""
 
     seed: int = 0
     """Of the order in which their turns come."""
