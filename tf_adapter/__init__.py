@@ -17,7 +17,6 @@ warn_of_lonely_ranks(os.environ)
 # hvd`, whose optimizer and callbacks do not work on Keras 3.
 from horovod.tensorflow import (  # noqa: E402
     Average,
-    Compression,
     ProcessSet,
     Sum,
     add_process_set,
@@ -50,6 +49,7 @@ from zerohvd.keras import callbacks  # noqa: E402
 from zerohvd.keras.checkpoint.api import CheckpointManager, load, save  # noqa: E402
 from zerohvd.keras.checkpoint.preempting import preemption  # noqa: E402
 from zerohvd.keras.checkpoint.whole_model import save_model  # noqa: E402
+from zerohvd.keras.communication.compression import Compression  # noqa: E402
 from zerohvd.keras.communication.threads import settle  # noqa: E402
 from zerohvd.keras.data import shard_dataset  # noqa: E402
 from zerohvd.keras.fit import patches  # noqa: E402

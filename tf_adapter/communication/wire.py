@@ -6,6 +6,7 @@ They run eagerly or are traced into a tf.function.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import warnings
@@ -25,9 +26,12 @@ from zerohvd.communication.collectives import (
 from zerohvd.communication.hosts import Grid
 from zerohvd.communication.instances import agree_on_instance
 from zerohvd.communication.traffic import PassTraffic, StepTraffic
+from zerohvd.compression.codecs import Codec, codec_of
+from zerohvd.compression.policies import Plain
+from zerohvd.config import ZeroConfig
 from zerohvd.devices import check_devices
 from zerohvd.keras import compat
-from zerohvd.keras.communication import arrays, two_steps
+from zerohvd.keras.communication import arrays, packing, two_steps
 from zerohvd.keras.communication.clock import Clock, measured
 from zerohvd.keras.communication.ordering import after
 from zerohvd.peers.watch import watch_next
@@ -62,7 +66,7 @@ def join(process_set: Any = None) -> Collectives:
 class Wire:
     """The ranks of one process set, joined by horovod.tensorflow; all of them must make it."""
 
-    def __init__(self, process_set: Any = None) -> None:
+    def __init__(self, process_set: Any, config: ZeroConfig) -> None:
         self.eager = join(process_set)  # for agreements outside of graphs
         if _TOO_LATE and self.eager.size > 1 and self.eager.rank == 0:
             warnings.warn(limits.TOO_LATE.format("zerohvd.keras"), stacklevel=2)
@@ -88,6 +92,13 @@ class Wire:
             if self._set.process_set_id == 0 and not limits.is_elastic():
                 watch_next(self.eager, hosts)
         self.traffic = self.new_traffic()
+        # How gradients and parameters are packed; None: they are not.
+        self.packing: packing.GradPacking | None = None
+        self.codec: Codec | None = None
+        if not alone and not isinstance(config.wire, Plain):
+            self.packing = packing.GradPacking(config.wire, self.step)
+        if not alone:
+            self.codec = codec_of(config.param_compression)
 
     def _check_devices(self, hosts: Sequence[str]) -> None:
         if not hvd.nccl_built():
@@ -148,6 +159,43 @@ class Wire:
         """
         if self.size == 1:
             return arrays.widen(x)
+        if self.packing is not None:
+            return self._pack_and_add(self.packing, x, lengths, name)
+        return self._reducescatter(x, lengths, name)
+
+    def _pack_and_add(
+        self, packs: packing.GradPacking, x: Any, lengths: Sequence[int], name: str
+    ) -> Any:
+        """A reducescatter of packed numbers. On several hosts, numbers are added up inside the
+        host, and what crosses links is packed."""
+        ranks: Sequence[int] = range(self.size)
+        grid = self._grid_of(x, sum(lengths))
+        if grid is not None:
+            moved = sum(grid.scatter[0].splits(lengths)) * arrays.itemsize(x)
+            self._record(f"{name}/here", "reducescatter", x, moved=moved)
+            x = two_steps.sum_here(self._alltoall, grid, x, lengths, name)
+            ranks, lengths = grid.column, [lengths[r] for r in grid.column]
+        swap = functools.partial(self._swap, ranks)
+        return packs.reducescatter(swap, x, lengths, ranks.index(self.rank), name)
+
+    def _swap(self, ranks: Sequence[int], parts: Sequence[Any], nbytes: int, name: str) -> Any:
+        """Send packed parts to these ranks; return what each has sent here: `nbytes`."""
+        others = {r: p for r, p in zip(ranks, parts, strict=True) if r != self.rank}
+        sizes = [0] * self.size
+        for r, part in others.items():
+            sizes[r] = 0 if part is None else part.shape[0]
+        sent = [part for part in others.values() if part is not None]
+        data = tf.concat(sent, 0) if sent else self.live(tf.zeros([0], tf.uint8))
+        self._record(name, "reducescatter", data, moved=sum(sizes))
+        out = self._alltoall(data, sizes, name)
+        out.set_shape([nbytes * len(others)])
+        if not nbytes:
+            self.keep(tf.cast(out, tf.float32))
+        found: list[Any] = [out[i * nbytes : (i + 1) * nbytes] for i in range(len(others))]
+        found.insert(ranks.index(self.rank), None)
+        return found
+
+    def _reducescatter(self, x: Any, lengths: Sequence[int], name: str) -> Any:
         kept = lengths[self.rank] * arrays.itemsize(x)
         total = sum(lengths) * arrays.itemsize(x)
         self._record(name, "reducescatter", x, moved=total - kept)
@@ -168,7 +216,7 @@ class Wire:
             flat = arrays.flatten(x)
             share = -(-arrays.numel(x) // self.size)
             padded = tf.pad(flat, [[0, share * self.size - arrays.numel(x)]])
-            mine = self.reducescatter(padded, [share] * self.size, f"{name}/reducescatter")
+            mine = self._reducescatter(padded, [share] * self.size, f"{name}/reducescatter")
             mine = tf.cast(mine, x.dtype)
             full = self.allgather(mine, [share] * self.size, f"{name}/allgather")
             return tf.reshape(tf.cast(full[: arrays.numel(x)], tf.float32), x.shape)
@@ -206,6 +254,14 @@ class Wire:
         own = lengths[self.rank] * arrays.itemsize(x)
         self._record(name, "allgather", out, moved=own * (self.size - 1))
         return out
+
+    def allgather_packed(self, x: Any, lengths: Sequence[int], codec: Codec, name: str) -> Any:
+        """The same, packed on their way: float32. A rank's own part is what the others get."""
+        sizes = [codec.nbytes(length) for length in lengths]
+        data = packing.pack(codec, x)
+        if not data.shape[0]:
+            data = self.live(data)
+        return packing.unpack_all(codec, self.allgather(data, sizes, name), lengths)
 
     @measured
     def allgather_rows(self, x: Any, name: str) -> Any:

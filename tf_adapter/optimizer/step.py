@@ -101,9 +101,15 @@ class ShardedStep(ShardedVariables):
 
         def skipped_step() -> Any:
             loss_scale.back_off(scaler)
+            self.forget_errors()  # what has travelled of them is not applied
             return tf.constant(False)
 
         tf.cond(loss_scale.all_finite(reduced, self.wire), finite_step, skipped_step)
+
+    def forget_errors(self) -> None:
+        """Drop what has not travelled of the gradients of earlier steps."""
+        if self.wire.packing is not None:
+            self.wire.packing.forget()
 
     @property
     def _steps(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from zerohvd.compression.policies import Plain
 from zerohvd.config import ZeroConfig
 from zerohvd.keras.communication import arrays
 from zerohvd.keras.compat import stored_dtype, variable_key
@@ -97,6 +98,8 @@ class PieceVariable:
         # The name under which Keras reads it: it excludes variables from weight decay by this key.
         self._unique_id = key_of(variable) + (f"#{chunk}" if chunk else "")
         self.master: tf.Variable | None = None
+        # By how much the value differs from what all ranks have, where variables travel packed.
+        self.left_over: tf.Variable | None = None
         self._held: Any = None  # the value, during an update
 
     @property
@@ -114,6 +117,8 @@ class PieceVariable:
 
     def _current(self) -> Any:
         stored = self.read()
+        if self.left_over is not None:
+            return tf.cast(stored, self.dtype) + self.left_over
         if self.master is None:
             return tf.cast(stored, self.dtype)
         # The master has more digits, unless somebody else has assigned to the variable since.
@@ -150,6 +155,17 @@ class PieceVariable:
         with tf.init_scope():
             self.load()
             self.master = tf.Variable(self._value, trainable=False, name="master")
+
+    def make_left_over(self) -> None:
+        with tf.init_scope():
+            zeros = tf.zeros(self.shape, self.dtype)
+            self.left_over = tf.Variable(zeros, trainable=False, name="left_over")
+
+    def leave_over(self, value: Any, stored: Any) -> None:
+        """Keep what is lost when the variable stores `stored` in the place of `value`."""
+        if self.left_over is not None:
+            rest = value - tf.cast(tf.reshape(stored, self.shape), self.dtype)
+            self.left_over.assign(rest)
 
     def drop(self) -> None:
         """Forget the value: a tensor of one graph or one eager step."""
@@ -217,6 +233,15 @@ def owned_pieces(
         chunk = chunks.get(piece.param, 0)
         chunks[piece.param] = chunk + 1
         found.append(PieceVariable(variables[piece.param], spec, piece, dtype, chunk))
+        packed = config.param_compression != Plain() and layout.size > 1
+        if packed and shard_of(variables[piece.param]) is None:
+            if dtype != spec.dtype:
+                raise ValueError(
+                    f"param_compression={config.param_compression} packs the changes of float32 "
+                    f"variables, and {spec.name!r} is {spec.dtype}, with a master of {dtype}. Keep "
+                    'variables in float32 (dtype policy "mixed_bfloat16" does), or use stage 3'
+                )
+            found[-1].make_left_over()
         if dtype != spec.dtype:
             found[-1].make_master()
     return found

@@ -171,8 +171,14 @@ class UnitBucket:
         """What stores this rank's parts."""
         return list(self._pieces)
 
-    def gather(self, pieces: Sequence[Any], name: str, wait_for: Sequence[Any]) -> list[Any]:
-        """The whole variables, from all ranks' pieces; it starts after `wait_for`."""
+    def gather(
+        self, pieces: Sequence[Any], name: str, wait_for: Sequence[Any], *, packed: bool = False
+    ) -> list[Any]:
+        """The whole variables, from all ranks' pieces; it starts after `wait_for`.
+
+        Args:
+            packed: For a pass: rounded, if that is the policy.
+        """
         with after(wait_for):
             held = [
                 (tf.identity(piece), span)
@@ -183,7 +189,12 @@ class UnitBucket:
             shard = buffers.pack_shard(self.bucket, self._rank, values, spans)
             if not held:
                 shard = self._wire.live(shard)
-        full = self._wire.allgather(shard, self.bucket.lengths, self.op_name(name))
+        lengths, codec = self.bucket.lengths, self._wire.codec
+        if packed and codec is not None:
+            full = self._wire.allgather_packed(shard, lengths, codec, self.op_name(name))
+            full = tf.cast(full, self.bucket.dtype)
+        else:
+            full = self._wire.allgather(shard, lengths, self.op_name(name))
         return [
             arrays.reshape(buffers.cut(full, slot.span), variable.shape)
             for slot, variable in zip(self.bucket.slots, self.variables, strict=True)

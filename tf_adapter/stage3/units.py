@@ -264,7 +264,8 @@ class Units:
             name = f"{prefix}/{when}{bucket.bucket.index}"
             self._note_first("Allgather", bucket.op_name(name))
             with self.wire.recorded_by(self.moved):
-                full = bucket.gather(pieces, name, [*wait_for, *self._last_of()])
+                waits = [*wait_for, *self._last_of()]
+                full = bucket.gather(pieces, name, waits, packed=True)
             self._note_last(full)
             return full
 

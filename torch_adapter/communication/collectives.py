@@ -161,6 +161,25 @@ class TorchCollectives(HorovodCollectives):
     ) -> Handle:
         return self._start(compat.alltoall_start, name, _wire(x), arrays.splits(splits), _wire(out))
 
+    def sum_here_start(
+        self, x: torch.Tensor, lengths: Sequence[int], *, name: str
+    ) -> two_steps.SumHere | None:
+        """The first step of a reducescatter, where ranks on several hosts make two; else None."""
+        grid = self._grid_of(x)
+        if grid is None:
+            return None
+        moved = sum(grid.scatter[0].splits(lengths)) * x.element_size()
+        self._note(f"{name}/here", "reducescatter", x, moved=moved)
+        return two_steps.sum_here_start(self._alltoall_start, grid, x, lengths, name)
+
+    def swap_start(
+        self, x: torch.Tensor, splits: Sequence[int], out: torch.Tensor, *, name: str
+    ) -> Handle:
+        """The exchange of a reducescatter whose parts are packed: `splits[r]` bytes of `x` go to
+        rank r, none to the own one; what comes fills `out`, in rank order."""
+        self._note(name, "reducescatter", x, moved=x.numel() * x.element_size())
+        return self._alltoall_start(x, splits, out, name)
+
     def gather_start(self, x: torch.Tensor, lengths: Sequence[int], *, name: str) -> Handle:
         """An allgather in place: `x` lies on every rank, and part r of it comes from rank r."""
         parts = x.split(list(lengths))

@@ -270,12 +270,19 @@ class Gradients(GradientStep[Section]):
             grads = list(self._reduced())
             finite = all(bool(torch.isfinite(g.sum()) or torch.isfinite(g).all()) for g in grads)
             self._overflow = bool(self.agree(0.0 if finite else 1.0, "max", "overflow"))
+            if self._overflow:
+                self.forget_errors()  # what has travelled of them is not going to be applied
             if self._overflow and finite:
                 self._norms.clear()
                 for grad in [*grads, self.sentinel.grad]:
                     assert grad is not None
                     grad.view(-1)[:1] = math.inf
         return self._overflow
+
+    def forget_errors(self) -> None:
+        """Drop what has not travelled of the gradients of earlier steps."""
+        for section in self.sections:
+            section.reducer.forget_errors()
 
     # -- the end of a step -------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import math
 import os
 import weakref
@@ -16,6 +17,8 @@ from zerohvd.communication.agreement import loaded_by_first_alone
 from zerohvd.communication.instances import agree_on_instance
 from zerohvd.communication.rendezvous import Call, Rendezvous
 from zerohvd.communication.rounds import check_passes
+from zerohvd.compression.codecs import codec_of
+from zerohvd.compression.policies import DROPPED, keeps_errors
 from zerohvd.config import ZeroConfig
 from zerohvd.devices import check_devices
 from zerohvd.errors import NonFiniteError, ShardedStateError
@@ -25,6 +28,7 @@ from zerohvd.torch import compat
 from zerohvd.torch.communication import joining
 from zerohvd.torch.communication.arrays import OWN_DEVICE, device_id
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
+from zerohvd.torch.communication.compression import Wires
 from zerohvd.torch.gradients.owner import Gradients
 from zerohvd.torch.gradients.section import Section
 from zerohvd.torch.gradients.stand_in import WRONG_SCALER
@@ -39,6 +43,8 @@ from zerohvd.torch.stage3.deferred import is_deferred
 from zerohvd.torch.stage3.units import Units
 from zerohvd.training.ownership import unless_gone
 from zerohvd.training.step import MustAgree
+
+_log = logging.getLogger("zerohvd")
 
 MakeUnits = Callable[[TorchCollectives | LocalCollectives, str], Units]
 
@@ -91,7 +97,7 @@ class ZeroOptimizer(Resembling, torch.optim.Optimizer):
         collectives: TorchCollectives | LocalCollectives,
         config: ZeroConfig,
         *,
-        wire: torch.dtype | None,
+        wires: Wires,
         average: bool,
         predivide: float,
         passes: int,
@@ -110,10 +116,12 @@ class ZeroOptimizer(Resembling, torch.optim.Optimizer):
         for param in self.named:
             set_collectives(param, collectives)
         self.unsharded: dict[torch.nn.Parameter, dict[str, Any]] = {}
-        self._wire, self._factors = wire, divide_factors(average, collectives.size, predivide)
+        self._wires, self._factors = wires, divide_factors(average, collectives.size, predivide)
         self.prefix = _prefix(collectives)
         _check_devices(collectives, named)
         self.units = None if units is None else units(collectives, self.prefix)
+        if self.units is not None and collectives.size > 1:
+            self.units.codec = codec_of(wires.params)
         waiting = None if self.units is None else self.units.waiting
         self.rendezvous = Rendezvous(collectives, f"{self.prefix}/agree", waiting)
         self._agreed = MustAgree(self.groups, inner, self.units)
@@ -231,7 +239,6 @@ class ZeroOptimizer(Resembling, torch.optim.Optimizer):
         return {
             **self.config.as_dict(),
             "optimizer": type(self.inner).__name__,
-            "compression": str(self._wire),
             "average": self.gradients.average,
             "gradient_predivide_factor": self._factors.before,
             "backward_passes_per_step": self.gradients.rounds.passes,
@@ -267,7 +274,7 @@ class ZeroOptimizer(Resembling, torch.optim.Optimizer):
             self.collectives,
             self.config,
             prefix=f"{self.prefix}/s{len(self.sections)}",
-            wire=self._wire,
+            wires=self._wires,
             factors=self._factors,
             settings=self.settings(),
             memory=memory,
@@ -612,6 +619,9 @@ class ZeroOptimizer(Resembling, torch.optim.Optimizer):
         often that has happened."""
         self._absorb()
         self._agreed.loads += 1
+        self.gradients.forget_errors()
+        if self.collectives.rank == 0 and keeps_errors(self._wires.grads):
+            _log.info(DROPPED.format(self._wires.grads))
 
     def _absorb(self) -> None:
         if self.offload is not None:
@@ -621,9 +631,20 @@ class ZeroOptimizer(Resembling, torch.optim.Optimizer):
     def publish(self) -> None:
         """Give all ranks the parameters whose shards have been written from outside."""
         for section in self.sections:
-            for handle in section.gather_start(section.buckets):
+            for handle in section.gather_start(section.buckets, exactly=True):
                 handle.wait()
         self._note_written()
+
+    def settle_rounding(self) -> None:
+        """Give all ranks the exact parameters, where these travel packed; all ranks must call it.
+
+        A checkpoint holds one value per parameter: training goes on from that one too.
+        """
+        for section in self.sections:
+            if section.rounds:
+                section.refresh_masters(section.buckets)
+                for handle in section.gather_start(section.buckets, exactly=True):
+                    handle.wait()
 
     def close(self) -> None:
         """Let go of the model's parameters: another optimizer may take them over then.
