@@ -116,16 +116,30 @@ class ShardedStep(ShardedVariables):
         needs_all = clipping.needs_norms(self.inner, self.config) or self._one_call
         return scaler is None and self._steps == 1 and not needs_all
 
+    def _as_gradients_come(self) -> Sequence[Bucket]:
+        """At stage 3, backward's order: what is updated while the rest of backward still runs has
+        freed its gradient by then. A bucket is complete with its first variable."""
+        buckets = self.layout.buckets
+        if self.config.stage < 3:
+            return buckets
+        return sorted(buckets, key=lambda bucket: -min(slot.param for slot in bucket.slots))
+
+    def _new_update(self) -> PieceUpdate:
+        # Elsewhere buckets are small and pieces few; and who knows what an optimizer does that is
+        # not known to update each element by itself.
+        alike = self.config.stage == 3 and self.layout.partition == "flat"
+        return PieceUpdate(self.inner, alike)
+
     def _reduce_and_update(self, reduction: Reduction) -> list[Any]:
         """Reduce, update and gather bucket by bucket; returns operations to wait for."""
         done: list[Any] = []
         updated: list[Any] = []
         reduced: list[Any] = []
-        assembly, update, window = self.assembly(), PieceUpdate(self.inner), self.reducer.window
+        assembly, update, window = self.assembly(), self._new_update(), self.reducer.window
         rate = self.inner.learning_rate
-        for bucket in self.layout.buckets:
-            if self.is_table(bucket):
-                done.append(self._update_table(bucket, reduction, update, rate))
+        for bucket in self._as_gradients_come():
+            if self.is_kept(bucket):
+                done.append(self._update_kept(bucket, reduction, update, rate))
                 updated.append(done[-1])
                 continue
             with window.after(updated), after(reduced):
@@ -138,17 +152,23 @@ class ShardedStep(ShardedVariables):
             done.append(self._gather_after(done, bucket, assembly))
         return done
 
-    def _update_table(
+    def _update_kept(
         self, bucket: Bucket, reduction: Reduction, update: PieceUpdate, rate: Any
     ) -> list[Any]:
-        """Update a table part by part: neither its gradient nor the new values are ever whole."""
+        """Update what a unit has reduced, and what stays with this rank (stage 3). A table is
+        updated part by part: neither its gradient nor the new values are ever whole."""
         done: list[Any] = []
         reduction.add_up()
-        for piece in self.pieces_in(bucket):
+
+        def mean(total: Any, piece: PieceVariable) -> Any:
+            return clipping.by_value([reduction.mean(total, piece)], self.inner)[0]
+
+        pieces = self.pieces_in(bucket)
+        for group in [[p] for p in pieces] if self.is_table(bucket) else [pieces]:
             with after(done[-1:]):
-                grads = clipping.by_value([reduction.piece(piece)], self.inner)
-                update.run([piece], grads, rate, reduction.given)
-                done += self.keep([piece])
+                grads = [reduction.piece(piece) for piece in group]
+                update.run(group, grads, rate, reduction.given, mean)
+                done += self.keep(group)
         return done
 
     def _accumulate_or_update(self, grads: Sequence[Any], reduction: Reduction) -> None:
@@ -192,7 +212,7 @@ class ShardedStep(ShardedVariables):
 
     def _update(self, grads: Sequence[Any], reduction: Reduction) -> list[Any]:
         """Update all pieces and gather every bucket; returns operations to wait for."""
-        update = PieceUpdate(self.inner)
+        update = self._new_update()
         with after(first_of(grads)):
             rate = self.inner.learning_rate
             if self._one_call:

@@ -173,35 +173,49 @@ class UnitBucket:
 
     def gather(self, pieces: Sequence[Any], name: str, wait_for: Sequence[Any]) -> list[Any]:
         """The whole variables, from all ranks' pieces; it starts after `wait_for`."""
+        return self.split(self.gather_flat(pieces, name, wait_for))
+
+    def gather_flat(self, pieces: Sequence[Any], name: str, wait_for: Sequence[Any]) -> Any:
+        """The whole bucket, 1-D, from all ranks' pieces; it starts after `wait_for`."""
+        held = [(p, span) for p, span in zip(pieces, self._held, strict=True) if span.length]
         with after(wait_for):
-            held = [
-                (tf.identity(piece), span)
-                for piece, span in zip(pieces, self._held, strict=True)
-                if span.length
-            ]
+            if len(held) == 1:  # several are joined by an operation that waits
+                held = [(tf.identity(held[0][0]), held[0][1])]
             values, spans = [p for p, _ in held], [s for _, s in held]
             shard = buffers.pack_shard(self.bucket, self._rank, values, spans)
             if not held:
                 shard = self._wire.live(shard)
-        full = self._wire.allgather(shard, self.bucket.lengths, self.op_name(name))
+        return self._wire.allgather(shard, self.bucket.lengths, self.op_name(name))
+
+    def split(self, full: Any) -> list[Any]:
+        """The whole variables in a whole bucket."""
         return [
             arrays.reshape(buffers.cut(full, slot.span), variable.shape)
             for slot, variable in zip(self.bucket.slots, self.variables, strict=True)
         ]
 
-    def reduce(
-        self, grads: Sequence[Any], name: str, weigh: Callable[[Any], Any], wait_for: Sequence[Any]
-    ) -> list[Any]:
-        """This rank's parts of the sum over the ranks of the variables' gradients."""
+    def flatten_gradients(self, grads: Sequence[Any]) -> list[Any]:
+        """The variables' gradients, 1-D."""
         # TensorFlow may not know the shape of a gradient, as of an einsum on an unknown batch.
-        flats = {
-            slot.param: arrays.reshape(tf.convert_to_tensor(grad), [slot.length])
+        return [
+            None if grad is None else arrays.reshape(tf.convert_to_tensor(grad), [slot.length])
             for slot, grad in zip(self.bucket.slots, grads, strict=True)
-            if grad is not None
-        }
-        packed = weigh(buffers.pack(self.bucket, flats, self._dtype))
+        ]
+
+    def pack_gradients(self, grads: Sequence[Any]) -> Any:
+        """The variables' gradients as one 1-D tensor; None: zeros."""
+        found = zip(self.bucket.slots, self.flatten_gradients(grads), strict=True)
+        flats = {slot.param: grad for slot, grad in found if grad is not None}
+        packed = buffers.pack(self.bucket, flats, self._dtype)
+        return packed if flats else self._wire.live(packed)
+
+    def reduce(
+        self, packed: Any, name: str, weigh: Callable[[Any], Any], wait_for: Sequence[Any]
+    ) -> list[Any]:
+        """This rank's parts of the sum over the ranks of packed gradients."""
+        packed = weigh(packed)
         with after(wait_for):
-            packed = tf.identity(packed) if flats else self._wire.live(packed)
+            packed = tf.identity(packed)
         reduced = self._wire.reducescatter(packed, self.bucket.lengths, self.op_name(name))
         # A rank that owns nothing here would prune it, and the others wait.
         self._wire.keep(reduced)
