@@ -273,7 +273,7 @@ class Recomputed:
         self, arguments: _Arguments, given: Sequence[Any], grads: Any, variables: list[Any]
     ) -> list[Any]:
         """The gradients of `given`, and of variables that belong to no unit."""
-        present = [g for g in grads if g is not None]
+        present = [tf.convert_to_tensor(g) for g in grads if g is not None]
         if compat.is_recorded([*present, *given]):
             raise ZeroError(
                 f"a tape records the backward pass of {self._name!r}: gradients of gradients, such "

@@ -18,6 +18,8 @@ from zerohvd.keras.stage3.initial.drawing import BLOCK, Recipe
 from zerohvd.keras.stage3.placeholder import Home, Shard, hide
 from zerohvd.layout import Bucket, Layout, Span
 
+# Of a table, the part that the temporaries of its updates take.
+_FOR_UPDATES = 4
 # Elements that are broadcast at once when first values are given out.
 _BROADCAST = 1 << 22
 
@@ -239,7 +241,11 @@ def _drawn(recipe: Recipe | None, span: Span, width: int, name: str) -> tf.Varia
     stops = [*range(span.start + block, span.stop, block), span.stop]
     blocks = [Span(a, b) for a, b in zip([span.start, *stops], stops, strict=False)]
     if not width:
-            return tf.Variable(tf.concat([recipe.draw(b) for b in blocks], 0), name=name)
+        return tf.Variable(tf.concat([recipe.draw(b) for b in blocks], 0), name=name)
+    # With oneDNN, TensorFlow takes memory in regions, each twice as large as the one before, and
+    # gives none back. Updates of a table are made in parts: what they take gets its region now, as
+    # behind the table and the optimizer's state it would be one as large as both.
+    tf.raw_ops.Empty(shape=[span.length // _FOR_UPDATES], dtype=recipe.dtype)
     piece = tf.Variable(tf.zeros([span.length // width, width], recipe.dtype), name=name)
     for b in blocks if span.length else ():
         rows = tf.range((b.start - span.start) // width, (b.stop - span.start) // width)
