@@ -125,9 +125,11 @@ class ShardedStep(ShardedVariables):
         return sorted(buckets, key=lambda bucket: -min(slot.param for slot in bucket.slots))
 
     def _new_update(self) -> PieceUpdate:
-        # Elsewhere buckets are small and pieces few; and who knows what an optimizer does that is
-        # not known to update each element by itself.
-        alike = self.config.stage == 3 and self.layout.partition == "flat"
+        # Who knows what an optimizer does that is not known to update each element by itself. And
+        # where nothing is recomputed, the bits are those of stage 2: TensorFlow rewrites arithmetic
+        # that it sees in one graph.
+        homes = [shard_of(v).home for v in self.variables if shard_of(v) is not None]
+        alike = self.layout.partition == "flat" and any(home.recomputes for home in homes)
         return PieceUpdate(self.inner, alike)
 
     def _reduce_and_update(self, reduction: Reduction) -> list[Any]:

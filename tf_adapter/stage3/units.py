@@ -116,6 +116,11 @@ class Units:
         root, *others = [sum(b.nbytes for b in unit.buckets) for unit in gathered]
         return 0 if self.is_alone() else root + sum(sorted(others)[-2:])
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether backward calls any unit again."""
+        return any(unit.recompute for unit in self.all)
+
     def install(self) -> None:
         """Have the layers of units gather when they are called."""
         root, *others = self.all
