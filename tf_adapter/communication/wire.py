@@ -139,7 +139,10 @@ class Wire:
         wait in the collective.
         """
         if self.size > 1 and not tf.executing_eagerly():
-            self._kept.assign(tf.cast(tf.reduce_sum(tf.reshape(x, [-1])[:1]), tf.float32))
+            known = x.shape.is_fully_defined()
+            flat = arrays.flatten(x)
+            first = arrays.cut(flat, 0, min(1, arrays.numel(x))) if known else flat[:1]
+            self._kept.assign(tf.cast(tf.reduce_sum(first, 0), tf.float32), read_value=False)
 
     def live(self, x: Any) -> Any:
         """`x` in a form that constant folding does not see through.
@@ -313,20 +316,23 @@ class Wire:
         if self.size > 2:
             return self._add_in_rounds(x, lengths, name)
         # Between two ranks the own part need not travel, and a + b is b + a.
-        sent = x[own:] if self.rank == 0 else x[:start]
+        total = sum(lengths)
+        sent = arrays.cut(x, own, total) if self.rank == 0 else arrays.cut(x, 0, start)
         splits = [0 if rank == self.rank else length for rank, length in enumerate(lengths)]
         received = self._alltoall(sent, splits, name)
         received.set_shape([own])
         # tf.add may reuse either operand's buffer for the result: a slice of `x` would then keep
         # all of `x` alive. bias_add never reuses the bias.
-        return tf.nn.bias_add(arrays.widen(received)[None], arrays.widen(x[start : start + own]))[0]
+        mine = arrays.widen(arrays.cut(x, start, start + own))
+        added = tf.nn.bias_add(arrays.reshape(arrays.widen(received), [1, own]), mine)
+        return arrays.reshape(added, [own])
 
     def _add_in_rounds(self, x: Any, lengths: Sequence[int], name: str) -> Any:
         """`_exchange_and_add` in rounds, which bound the memory for what is received."""
         sums: list[Any] = []
         rounds = exchange_rounds(lengths, _ALIGN)
         for i, spans in enumerate(rounds):
-            parts = [x[span.start : span.stop] for span in spans if span.length]
+            parts = [arrays.cut(x, *span) for span in spans if span.length]
             sent = x if len(rounds) == 1 else parts[0] if len(parts) == 1 else tf.concat(parts, 0)
             with after(sums[-1:]):
                 received = self._alltoall(sent, [s.length for s in spans], f"{name}/{i}")

@@ -2,12 +2,14 @@
 
 The inner optimizer builds its slots on pieces and updates pieces. A piece stores nothing between
 steps: its value is read from the model's variable when an update begins, and the result is a
-tensor that the next allgather sends. Only 16-bit variables keep a wider master.
+tensor that the next allgather sends; at stage 3, where nothing is sent, an update may change the
+variable's memory itself. Only 16-bit variables keep a wider master.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -101,6 +103,7 @@ class PieceVariable:
         # By how much the value differs from what all ranks have, where variables travel packed.
         self.left_over: tf.Variable | None = None
         self._held: Any = None  # the value, during an update
+        self._in_place = False
 
     @property
     def key(self) -> str:
@@ -151,6 +154,29 @@ class PieceVariable:
         shard = shard_of(self.variable)
         self.name = tf_variable(self.variable).name if shard is None else shard.native_name
 
+    @property
+    def can_change_in_place(self) -> bool:
+        """Whether the piece is all that a tf.Variable stores."""
+        shard = shard_of(self.variable)
+        if shard is None or shard.width or self.master is not None:
+            return False
+        return shard.span == self.piece.param_span and shard.piece.dtype == self.dtype
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, what is added and subtracted goes to the variable's own memory. A new value would
+        lie elsewhere: of the many that a step makes, holes stay behind."""
+        self._in_place, self._held = True, None
+        try:
+            yield
+        finally:
+            self._in_place = False
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the value is the variable's, and there is none to store."""
+        return self._held is None
+
     def make_master(self) -> None:
         with tf.init_scope():
             self.load()
@@ -180,14 +206,27 @@ class PieceVariable:
     # -- what an optimizer calls on a variable ----------------------------------------------------
 
     def assign(self, value: Any, *_: Any, **__: Any) -> PieceVariable:
+        if self._in_place:
+            tf_variable(self.variable).assign(self._flat(value), read_value=False)
+            return self
         self._held = arrays.reshape(tf.cast(value, self.dtype), self.shape)
         return self
 
     def assign_add(self, value: Any, *_: Any, **__: Any) -> PieceVariable:
+        if self._in_place:
+            tf_variable(self.variable).assign_add(self._flat(value), read_value=False)
+            return self
         return self.assign(self._value + tf.cast(value, self.dtype))
 
     def assign_sub(self, value: Any, *_: Any, **__: Any) -> PieceVariable:
+        if self._in_place:
+            tf_variable(self.variable).assign_sub(self._flat(value), read_value=False)
+            return self
         return self.assign(self._value - tf.cast(value, self.dtype))
+
+    def _flat(self, value: Any) -> Any:
+        value = tf.cast(value, self.dtype)
+        return arrays.flatten(value if value.shape.rank else tf.fill(self.shape, value))
 
     def read_value(self) -> Any:
         return self._value

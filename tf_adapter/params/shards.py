@@ -80,8 +80,11 @@ class ShardedVariables:
         parts: dict[int, list[Any]] = {}
         done = []
         for piece in pieces:
-            value = piece.read_value()
+            value, stored = piece.read_value(), piece.is_stored
             piece.drop()
+            if stored:
+                done.append(value)
+                continue
             if shard_of(piece.variable).width:
                 done.append(write_rows(self.natives[piece.piece.param], piece.rows, value))
                 continue
