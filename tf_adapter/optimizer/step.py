@@ -128,8 +128,8 @@ class ShardedStep(ShardedVariables):
         return scaler is None and self._steps == 1 and not needs_all
 
     def _as_gradients_come(self) -> Sequence[Bucket]:
-        """At stage 3, backward's order: what is updated while the rest of backward still runs has
-        freed its gradient by then. A bucket is complete with its first variable."""
+        """At stage 3, backward's order: an update need not wait for gradients that come later. A
+        bucket is complete with its first variable."""
         buckets = self.layout.buckets
         if self.config.stage < 3:
             return buckets
