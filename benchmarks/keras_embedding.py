@@ -1,12 +1,11 @@
 """An embedding of 1 GiB at stage 3 when every rank may use 2 GiB.
 
-    TF_ENABLE_ONEDNN_OPTS=0 TF_NUM_INTRAOP_THREADS=1 TF_NUM_INTEROP_THREADS=2 \\
+    TF_NUM_INTRAOP_THREADS=1 TF_NUM_INTEROP_THREADS=2 \\
     python -m zerohvd.launching mpirun -np 2 --bind-to none python benchmarks/keras_embedding.py
 
 RLIMIT_DATA counts what a rank writes to and shares with nobody, about 0.55 GiB of which TensorFlow
 and Horovod take before there is a model. Adam's table and moments would be 1.5 GiB of two ranks'
-2 GiB each: it needs three. Without TF_ENABLE_ONEDNN_OPTS=0 TensorFlow takes memory in regions, each
-twice as large as the one before, and reserves more than it uses.
+2 GiB each: it needs three.
 """
 
 import argparse

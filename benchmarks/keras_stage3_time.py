@@ -4,12 +4,13 @@
 
 The transformer of keras_step_time.py. Every contender has processes of its own in every round; the
 contenders of a round follow each other. Of a job the median step counts, of a contender the median
-job.
+job. `make bench` times plain Horovod and `model.fit` in the same way.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -30,6 +31,8 @@ WAYS = {
     "stage 3, recompute=False": {"stage": 3, "recompute": False},
     "stage 3": {"stage": 3},
 }
+# Only with --ways, or in `make bench`.
+MORE = {"horovod": {}, "stage 1": {"stage": 1}, "fit, stage 2": {"stage": 2}}
 LIMITS = {"stage 3, recompute=False": 1.2, "stage 3": 1.5}
 WARM = 3
 
@@ -38,13 +41,21 @@ def rank_main(args: argparse.Namespace) -> None:
     import horovod.tensorflow as hvd
     import keras
     import tensorflow as tf
-    from keras_step_time import LOSS, transformer
+    from keras_step_time import LOSS, plain, transformer
 
     import zerohvd.keras as zero
 
     hvd.init()
+    if args.way == "horovod":
+        one = plain(transformer, True, 1)
+        finish([timed(one) for _ in range(WARM + args.steps)], args)
+        return
     model, x, y = transformer()
-    model, opt = zero.zeroify(model, keras.optimizers.Adam(1e-4), **WAYS[args.way])
+    how = (WAYS | MORE)[args.way]
+    model, opt = zero.zeroify(model, keras.optimizers.Adam(1e-4), **how)
+    if args.way.startswith("fit"):
+        finish(in_fit(model, opt, LOSS, x, y, WARM + args.steps), args)
+        return
     variables = model.trainable_variables
 
     @tf.function
@@ -54,11 +65,36 @@ def rank_main(args: argparse.Namespace) -> None:
         opt.apply(tape.gradient(loss, variables), variables)
         return loss
 
-    x, y, seconds = tf.constant(x), tf.constant(y), []
-    for _ in range(WARM + args.steps):
-        start = time.perf_counter()
-        step(x, y).numpy()
-        seconds.append(time.perf_counter() - start)
+    x, y = tf.constant(x), tf.constant(y)
+    finish([timed(lambda: step(x, y).numpy()) for _ in range(WARM + args.steps)], args)
+
+
+def timed(call) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def in_fit(model, opt, loss, x, y, steps: int) -> list[float]:
+    """Seconds of each step of model.fit."""
+    import keras
+    import tensorflow as tf
+
+    ends: list[float] = []
+
+    class Times(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            ends.append(time.perf_counter())
+
+    model.compile(opt, loss=loss)
+    data = tf.data.Dataset.from_tensors((x, y)).repeat()
+    model.fit(data, steps_per_epoch=steps + 1, epochs=1, verbose=0, callbacks=[Times()])
+    return [b - a for a, b in itertools.pairwise(ends)]
+
+
+def finish(seconds: list[float], args: argparse.Namespace) -> None:
+    import horovod.tensorflow as hvd
+
     if hvd.rank() == 0:
         args.result.write_text(json.dumps(statistics.median(seconds[WARM:])))
 

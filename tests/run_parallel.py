@@ -19,11 +19,11 @@ from zerohvd.launching import launch
 ROOT = Path(__file__).resolve().parent.parent
 SUITES = {"torch": "tests/parallel/torch_ranks", "keras": "tests/parallel/keras_ranks"}
 SIZES = (1, 2, 3, 4)
-TIMEOUT = 900.0
+TIMEOUT = 1500.0
 
 # A rank that fails alone leaves the others waiting in a collective: Horovod ends them after this.
 # Tests of mistakes leave such collectives behind on purpose, so it is longer than a suite takes.
-STALL = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "20", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "750"}
+STALL = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "20", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "1200"}
 
 
 def run(suite: str, np: int, options: list[str]) -> bool:

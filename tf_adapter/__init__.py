@@ -6,16 +6,17 @@ if __name__ != "zerohvd.keras":
 import os
 
 from zerohvd.launchers import allow_single_process
+from zerohvd.rank_count import warn_of_lonely_ranks
 from zerohvd.versions import require_keras
 
 require_keras()
 allow_single_process(os.environ)
+warn_of_lonely_ranks(os.environ)
 
 # Horovod's own, so that `import zerohvd.keras as hvd` replaces `import horovod.tensorflow.keras as
 # hvd`, whose optimizer and callbacks do not work on Keras 3.
 from horovod.tensorflow import (  # noqa: E402
     Average,
-    Compression,
     ProcessSet,
     Sum,
     add_process_set,
@@ -48,6 +49,8 @@ from zerohvd.keras import callbacks  # noqa: E402
 from zerohvd.keras.checkpoint.api import CheckpointManager, load, save  # noqa: E402
 from zerohvd.keras.checkpoint.preempting import preemption  # noqa: E402
 from zerohvd.keras.checkpoint.whole_model import save_model  # noqa: E402
+from zerohvd.keras.communication.compression import Compression  # noqa: E402
+from zerohvd.keras.communication.threads import settle  # noqa: E402
 from zerohvd.keras.data import shard_dataset  # noqa: E402
 from zerohvd.keras.fit import patches  # noqa: E402
 from zerohvd.keras.fit.patches import verbose  # noqa: E402
@@ -61,6 +64,7 @@ from zerohvd.keras.stage3.initial.deferred import deferred_init  # noqa: E402
 
 # Before any optimizer is made: load_model makes one while it is compiling.
 patches.install()
+settle()
 
 __all__ = [
     "Average",

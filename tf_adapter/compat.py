@@ -472,6 +472,21 @@ def in_call_state(state: CallState) -> Iterator[None]:
         global_state.set_global_attribute("autocast_scope", before[1])
 
 
+@contextlib.contextmanager
+def unchanged(layer: Any) -> Iterator[None]:
+    """Take back what the block leaves in the attributes of a layer and the layers in it. Without
+    it, a tensor that a layer keeps for its user would be one of the recomputation."""
+    before = [(x, dict(vars(x))) for x in all_layers(layer)]
+    try:
+        yield
+    finally:
+        for x, attributes in before:
+            now = vars(x)
+            for name in [n for n in now if n not in attributes]:
+                del now[name]
+            now.update((n, v) for n, v in attributes.items() if now.get(n) is not v)
+
+
 def stop_recording() -> contextlib.AbstractContextManager[None]:
     """No tape sees what happens inside; public is only a method of one tape, which a layer does
     not know. Without it, eager tapes would keep gathered variables alive until backward."""

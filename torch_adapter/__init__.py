@@ -19,12 +19,14 @@ from typing import Any
 
 from zerohvd.launchers import allow_single_process, spare_fusion_buffers
 from zerohvd.limits import name_missing_ranks
+from zerohvd.rank_count import warn_of_lonely_ranks
 from zerohvd.versions import require_torch
 
 require_torch()
 allow_single_process(os.environ)
 spare_fusion_buffers(os.environ)
 name_missing_ranks(os.environ)
+warn_of_lonely_ranks(os.environ)
 
 from zerohvd.checkpoint import CheckpointError, CorruptCheckpointError  # noqa: E402
 from zerohvd.communication.weighting import weight  # noqa: E402
@@ -39,17 +41,20 @@ from zerohvd.torch.checkpoint.api import CheckpointManager, load, save  # noqa: 
 from zerohvd.torch.checkpoint.preempting import preemption  # noqa: E402
 from zerohvd.torch.communication import joining  # noqa: E402
 from zerohvd.torch.communication.compression import Compression  # noqa: E402
+from zerohvd.torch.communication.threads import settle  # noqa: E402
 from zerohvd.torch.data import DistributedSampler, even_steps  # noqa: E402
+from zerohvd.torch.monitoring.monitor import Monitor  # noqa: E402
+from zerohvd.torch.monitoring.report import communication_report, memory_report  # noqa: E402
 from zerohvd.torch.optimizer.distributed import DistributedOptimizer  # noqa: E402
 from zerohvd.torch.optimizer.elastic import refuse_elastic_state  # noqa: E402
 from zerohvd.torch.optimizer.plan import plan  # noqa: E402
 from zerohvd.torch.optimizer.scaler import GradScaler  # noqa: E402
 from zerohvd.torch.optimizer.zero_optimizer import ZeroOptimizer  # noqa: E402
 from zerohvd.torch.optimizer.zeroify import zeroify  # noqa: E402
-from zerohvd.torch.report import communication_report, memory_report  # noqa: E402
 from zerohvd.torch.stage3.deferred import deferred_init  # noqa: E402
 from zerohvd.torch.stage3.gathered import gathered  # noqa: E402
 
+settle()
 refuse_elastic_state()
 joining.register()
 
@@ -62,6 +67,7 @@ __all__ = [
     "DistributedOptimizer",
     "DistributedSampler",
     "GradScaler",
+    "Monitor",
     "NonFiniteError",
     "ShardedStateError",
     "WaitTimeoutError",

@@ -5,6 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from zerohvd.compression.policies import (
+    PLAIN,
+    Plain,
+    Policy,
+    as_config,
+    check_gradients,
+    check_params,
+)
+
 STAGES = (0, 1, 2, 3)
 PARTITIONS = ("auto", "flat", "parameter")
 WIRE_DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -36,6 +45,12 @@ class ZeroConfig:
     grad_clip: float | None = None
     """Clip gradients to this global 2-norm in every step; None: do not clip."""
 
+    compression: Policy = PLAIN
+    """What travels in the place of gradients."""
+
+    param_compression: Policy = PLAIN
+    """What travels in the place of parameters."""
+
     def __post_init__(self) -> None:
         if not isinstance(self.stage, int) or isinstance(self.stage, bool):
             raise TypeError(f"stage must be an integer of {STAGES}, got {self.stage!r}")
@@ -57,6 +72,18 @@ class ZeroConfig:
             if value is not None and value not in WIRE_DTYPES:
                 raise ValueError(f"{field} must be None or one of {WIRE_DTYPES}, got {value!r}")
         self._check_grad_clip()
+        check_gradients(self.compression, self.stage)
+        check_params(self.param_compression, self.stage)
+        if self.reduce_dtype is not None and self.compression not in (PLAIN, self.wire):
+            raise ValueError(
+                f"compression says {self.compression} and reduce_dtype says {self.reduce_dtype}: "
+                "give one of them"
+            )
+
+    @property
+    def wire(self) -> Policy:
+        """What travels in the place of gradients, `reduce_dtype` being one way to say it."""
+        return self.compression if self.reduce_dtype is None else Plain(self.reduce_dtype)
 
     def _check_grad_clip(self) -> None:
         clip: Any = self.grad_clip
@@ -71,4 +98,10 @@ class ZeroConfig:
             )
 
     def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        found = dataclasses.asdict(self)
+        for name in ("compression", "param_compression"):
+            policy = getattr(self, name)
+            found[name] = as_config(policy)
+            if policy == PLAIN:
+                del found[name]
+        return found

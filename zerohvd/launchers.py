@@ -24,6 +24,8 @@ _HOROVODRUN_MPI_MARKS = {
     "OMPI_MCA_orte_tag_output": "1",
 }
 
+_OF_HYDRA = ("MPICH, Intel MPI or another PMI", "Intel MPI")
+
 
 @dataclass(frozen=True)
 class Launcher:
@@ -124,7 +126,7 @@ def _hydra(environ: Mapping[str, str], allocation: str | None) -> Launcher | Non
         environ,
         allocation,
         name="mpirun",
-        flavour="Intel MPI" if "I_MPI_MPIRUN" in environ else "MPICH, Intel MPI or another PMI",
+        flavour=_OF_HYDRA["I_MPI_MPIRUN" in environ],
         size="PMI_SIZE",
         rank="PMI_RANK",
         local_size="MPI_LOCALNRANKS",
@@ -210,29 +212,15 @@ def _integer(environ: Mapping[str, str], name: str) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def check_ranks(environ: Mapping[str, str], size: int) -> None:
-    """Raise if the launcher started several ranks and Horovod, of `size`, knows of one only.
-
-    Every process would train on its own then, all of them as rank 0, and overwrite each other's
-    checkpoints: the commonest accident on a cluster, and a silent one.
-    """
-    launcher = detect(environ)
-    if launcher.size is not None and launcher.size > 1 and size == 1:
-        raise RuntimeError(
-            f"{launcher.name} started {launcher.size} ranks ({launcher.evidence}="
-            f"{launcher.size}), but Horovod sees one: the ranks cannot find each other. Use the "
-            "launcher of the MPI that Horovod was built with (srun: --mpi=pmix or --mpi=pmi2, as "
-            "your MPI wants it); `zerohvd doctor` under the same launcher says more."
-        )
-
-
 def allow_single_process(environ: MutableMapping[str, str]) -> None:
     """Let a script that no launcher started run as the only rank.
 
     Open MPI starts a daemon of its own for such a process, and aborts where that is not found, as
-    in its wheel from PyPI. A process that stays alone does not need it.
+    in its wheel from PyPI. A process that stays alone does not need it; nor does one that the
+    launcher of another MPI started, which then lives long enough for `rank_count` to say so.
     """
-    if not detect(environ).launched:
+    launcher = detect(environ)
+    if not launcher.launched or launcher.flavour in _OF_HYDRA:
         environ.setdefault("OMPI_MCA_ess_singleton_isolated", "1")
 
 

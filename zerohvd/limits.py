@@ -10,10 +10,12 @@ import contextlib
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
 
+from zerohvd.ending import bound_the_end
 from zerohvd.errors import WaitTimeoutError
 
 VARIABLE = "ZEROHVD_TIMEOUT"
@@ -29,6 +31,9 @@ _SLOWLY_AFTER = 0.25
 # What one look at the clock adds to a wait at most: time in which this process was stopped, as by a
 # scheduler that suspends jobs, is nobody's delay.
 _LONGEST_TICK = 1.0
+
+# For the end of a process whose wait has failed: other ranks may still have to come to theirs.
+_END_SECONDS = 30.0
 
 _give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
 _during: ContextVar[str] = ContextVar("during", default="")
@@ -62,6 +67,13 @@ def during(call: str) -> Iterator[None]:
         _during.reset(token)
 
 
+def warning_seconds(environ: Mapping[str, str] = os.environ) -> float:
+    """How long a rank waits before it says for whom: as long as Horovod's own warning takes."""
+    text = environ.get(_CHECK, "")
+    value = float(text) if text.isdecimal() else min(_HOROVODS_CHECK, seconds(environ) / 5)
+    return value or math.inf  # 0: the user wants no warnings
+
+
 # -- waiting --------------------------------------------------------------------------------------
 
 
@@ -76,6 +88,18 @@ class Deadline:
         self.limit = seconds() if limit is None else limit
         self.waited = 0.0
         self._last = time.monotonic()
+        self._warn_at: float | None = None
+
+    def stalled(self) -> bool:
+        """Whether to warn of this wait now: True once, after `warning_seconds()`."""
+        if self.waited <= _SLOWLY_AFTER:
+            return False
+        if self._warn_at is None:
+            self._warn_at = warning_seconds()
+        if self.waited < self._warn_at:
+            return False
+        self._warn_at = math.inf
+        return True
 
     def passed(self) -> bool:
         now = time.monotonic()
@@ -84,14 +108,24 @@ class Deadline:
         return self.waited > self.limit
 
 
-def wait(done: Callable[[], bool], late: Callable[[float], Exception]) -> float:
-    """Return the seconds until `done()`; after `seconds()` of them, raise `late(waited)`."""
+def wait(
+    done: Callable[[], bool],
+    late: Callable[[float], Exception],
+    stalled: Callable[[float], None] | None = None,
+) -> float:
+    """Return the seconds until `done()`; after `seconds()` of them, raise `late(waited)`.
+
+    Args:
+        stalled: Called once, some time before that, if the wait is long: see `warning_seconds`.
+    """
     if done():
         return 0.0
     deadline = Deadline()
     while not done():
         if deadline.passed():
             raise late(deadline.waited)
+        if stalled is not None and deadline.stalled():
+            stalled(deadline.waited)
         if deadline.waited < _SPIN_SECONDS:
             _give_way()
         else:
@@ -119,11 +153,14 @@ _WORDS = (
     (r"/overflow$", "a look for overflows in the gradients"),
     (r"/weights?$", "the weights of the ranks' batches"),
     (r"/written\b", "what zero.gathered(writable=True) has changed"),
+    (r"/watched$", "the numbers of zero.Monitor"),
 )
 
 
 def in_words(name: str) -> str:
-    """What a collective of this name is for."""
+    """What a collective of this name is for; what is no name stays as it is."""
+    if not name or " " in name.partition("/")[0]:
+        return name
     # TensorFlow allows no slashes in names.
     slashed = name if "/" in name else name.replace(".", "/")
     for pattern, words in _WORDS:
@@ -134,19 +171,52 @@ def in_words(name: str) -> str:
     return f"collective {name!r}"
 
 
-def timed_out(rank: int, members: Sequence[int], what: str, waited: float) -> WaitTimeoutError:
+def warn_of(handle: object, waited: float) -> None:
+    """Warn of a wait that is long, if the handle can say more than that."""
+    warn = getattr(handle, "warn", None)
+    if warn is not None:
+        warn(waited)
+
+
+def say_stalled(
+    rank: int, members: Sequence[int], what: str, waited: float, missing: str = ""
+) -> None:
+    """Print one line about a wait that goes on.
+
+    Args:
+        what: What `rank` waits for, in the user's words.
+        missing: A sentence about the ranks that have not come.
+    """
+    ends = f"It waits until {seconds():.0f} s ({VARIABLE})"
+    known = missing or ("" if len(members) == 2 else f"{NAMED}.")
+    line = f"zerohvd: {_waits(rank, members, what, waited)}. {known} {ends}\n"
+    # One write: launchers mix the lines of ranks that write in parts.
+    sys.stderr.write(line)
+    sys.stderr.flush()
+
+
+def timed_out(
+    rank: int, members: Sequence[int], what: str, waited: float, missing: str = ""
+) -> WaitTimeoutError:
     """The error of `rank`, which has waited for the other `members`.
 
     Args:
         what: What it has waited for, in the user's words.
         waited: Seconds.
+        missing: A sentence about the ranks that have not come.
     """
     who = _others(rank, members)
-    known = "" if len(members) == 2 else f"{_NAMED}. "
+    known = f"{missing} " if missing else "" if len(members) == 2 else f"{NAMED}. "
+    bound_the_end(_END_SECONDS)
     return WaitTimeoutError(
-        f"rank {rank} has waited {waited:.0f} s for {who}{_where()}: {what}. {known}See the output "
+        f"{_waits(rank, members, what, waited)}. {known}See the output "
         f"of {who}, which may have failed, or made another call. {_ADVICE}"
     )
+
+
+def _waits(rank: int, members: Sequence[int], what: str, waited: float) -> str:
+    who = _others(rank, members)
+    return f"rank {rank} has waited {waited:.0f} s for {who}{_where()}: {what}"
 
 
 def explain(
@@ -158,9 +228,10 @@ def explain(
         what: The collective that has failed, in the user's words.
         waited: Seconds, if somebody has counted them.
     """
-    waits = "waits" if waited is None else f"has waited {waited:.0f} s"
-    vain = f"rank {rank} {waits} in vain{_where()}: {what}"
+    how = "waits" if waited is None else f"has waited {waited:.0f} s"
+    vain = f"rank {rank} {how} in vain{_where()}: {what}"
     if _IN_FLIGHT in str(error):
+        bound_the_end(_END_SECONDS)
         return WaitTimeoutError(
             f"{vain}. It still waits in the same collective from an earlier call that has failed: "
             "ranks that did not come then cannot be met now. End the job, and start it again from "
@@ -170,7 +241,7 @@ def explain(
         return None
     who = _others(rank, members)
     limit = os.environ.get(_SHUTDOWN, "0")
-    late = f", or did not come within {limit} s. {_NAMED}" if limit.strip("0") else ""
+    late = f", or did not come within {limit} s. {NAMED}" if limit.strip("0") else ""
     return WaitTimeoutError(
         f"{vain}. Horovod was shut down, because {who} ended{late}. See the output of {who}. "
         f"{_ADVICE}"
@@ -186,7 +257,7 @@ def _others(rank: int, members: Sequence[int]) -> str:
     return others[0] if len(others) == 1 else "other ranks"
 
 
-_NAMED = "Those missing are named by Horovod in the output of rank 0 ('Missing ranks:')"
+NAMED = "Those missing are named by Horovod in the output of rank 0 ('Missing ranks:')"
 _ADVICE = (
     "All ranks have to make the same calls equally often: backward passes and step(), model.fit(), "
     "state_dict(), zero.save(), zero.load(). If a rank is only slow, as in a long evaluation, set "
@@ -201,7 +272,12 @@ def is_shut_down(error: BaseException) -> bool:
 
     Elastic jobs recognise Horovod's own error, shut down and start again: nothing to explain there.
     """
-    return _SHUT_DOWN in str(error) and os.environ.get("HOROVOD_ELASTIC", "0") in ("", "0")
+    return _SHUT_DOWN in str(error) and not is_elastic()
+
+
+def is_elastic(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether ranks may come and go."""
+    return environ.get("HOROVOD_ELASTIC", "0") not in ("", "0")
 
 
 # -- Horovod --------------------------------------------------------------------------------------

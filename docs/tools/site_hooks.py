@@ -33,6 +33,8 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "README.md": "index.md",
     "benchmarks/README.md": "benchmarks.md",
+    # Written by `make bench`.
+    **{str(p.relative_to(ROOT)): "measured.md" for p in ROOT.glob("benchmarks/RESULTS.md")},
     **{
         f"benchmarks/results/{path.name}": f"measured-{path.name.replace('_', '-')}"
         for path in sorted((ROOT / "benchmarks" / "results").glob("*.md"))
@@ -52,6 +54,7 @@ MEMBERS = {
     ],
     "DistributedOptimizer": ["build", "apply", "apply_gradients", "scale_loss"],
     "Layout": [],
+    "Monitor": ["log", "close", "last"],
 }
 LINK = re.compile(r"(\]\()(?!https?:|#|mailto:)([^)\s#]+)(#[^)\s]*)?(\))")
 

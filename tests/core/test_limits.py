@@ -76,7 +76,7 @@ def test_the_outermost_call_is_named():
         ("zero/agree/digest", "the start of training"),
         ("zero0.0/agree", "the beginning of the call"),
         ("zero/checkpoint/plan", "a checkpoint"),
-        ("somebody's", "collective \"somebody's\""),
+        ("somebody's", 'collective "somebody\'s"'),
     ],
 )
 def test_collectives_are_named_in_the_users_words(name, words):
@@ -117,3 +117,19 @@ def test_the_end_of_horovod_is_explained(monkeypatch):
     assert limits.explain(RuntimeError("out of memory"), 1, range(2), "") is None
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")  # there, hvd.elastic.run has to recognise it
     assert limits.explain(SHUT_DOWN, 1, range(2), "a bucket") is None
+
+
+def test_after_a_failed_wait_a_process_ends_though_others_do_not_let_it():
+    code = (
+        "import atexit, time\n"
+        "atexit.register(time.sleep, 60)\n"  # as MPI does, for a rank that is frozen
+        "from zerohvd import limits\n"
+        "limits._END_SECONDS = 0.5\n"
+        "raise limits.timed_out(0, [0, 1], 'a bucket', 1.0)\n"
+    )
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert time.monotonic() - start < 30
+    assert done.returncode == 1
+    assert "WaitTimeoutError: rank 0 has waited 1 s for rank 1: a bucket" in done.stderr
+    assert "have not let this one end within 0 s. It leaves" in done.stderr

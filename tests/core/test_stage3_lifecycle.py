@@ -72,6 +72,12 @@ class Memory:
         self.whole = np.full(self.c.size, np.nan)
         self.whole[self.c.rank] = self.shard[0]
 
+    def put_own(self):
+        self.shown[self.c.rank] = self.shard[0]
+
+    def make_exact(self):
+        pass
+
     def keep(self):
         self.shard[0] = self.shown[self.c.rank]
 

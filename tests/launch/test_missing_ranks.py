@@ -45,6 +45,12 @@ def test_of_three_torch_ranks_both_that_wait_say_so(tmp_path):
     for rank in (0, 1):
         said = f"rank {rank} has waited {LIMIT} s for other ranks in backward() or step()"
         assert any(said in line for line in heard(tmp_path)), result.explain()
+        # Some time before, on its stderr: a warning, with the parameter and who is missing.
+        warned = f"zerohvd: rank {rank} has waited 1 s for other ranks in backward() or step()"
+        assert warned in result.stderr, result.stderr
+    missing = r"Missing: rank 2 \(.+?\) waits for nothing, after 1 steps"
+    assert all(re.search(missing, line) for line in heard(tmp_path)), heard(tmp_path)
+    assert re.search(rf"{missing}.+In flight as well: the gradients of '1\.", result.stderr)
     assert re.search(r"^2: \[.*zero0", result.stderr, re.MULTILINE), result.stderr
 
 
@@ -65,6 +71,9 @@ def test_keras_waits_for_a_limited_time(how, stage, what, tmp_path):
     assert "rank 0 waits in vain" in told[0]
     assert what in told[0]
     assert f"because rank 1 ended, or did not come within {LIMIT} s" in told[0]
+    if how == "elsewhere":  # a warning some time before
+        said = r"rank 0 has waited \d s for rank 1: step 4 of model\.fit\(\)\. Missing: rank"
+        assert re.search(said, result.stderr), result.stderr
     assert "ZEROHVD_TIMEOUT" in told[0]
     assert re.search(r"^1!?: \[", result.stderr, re.MULTILINE), result.stderr
 

@@ -111,6 +111,8 @@ class KerasTraining:
         if optimizer is None or optimizer.step is None:
             return ranks_of(self._model)
         entry.meet(optimizer.step, call)
+        if call == Call.SAVE:
+            optimizer.step.settle_rounding()
         return optimizer.step.wire.eager
 
     def _build(self) -> None:

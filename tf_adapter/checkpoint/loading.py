@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from zerohvd.checkpoint.matching import STATE, LoadPlan, Names, Slot, check_shap
 from zerohvd.checkpoint.offline.weights_h5 import open_weights
 from zerohvd.checkpoint.reader import ArraySource
 from zerohvd.checkpoint.values import generators
+from zerohvd.compression.policies import DROPPED, keeps_errors
 from zerohvd.keras import compat
 from zerohvd.keras.checkpoint.holdings import Holdings
 from zerohvd.keras.optimizer import state
@@ -24,6 +26,8 @@ from zerohvd.keras.params.pieces import PieceVariable, shard_of
 from zerohvd.layout import Bucket, Span
 
 Array = np.ndarray[Any, Any]
+
+_log = logging.getLogger("zerohvd")
 
 
 class NumpyStaging:
@@ -179,6 +183,10 @@ class KerasTarget:
 
             self._step.wire.new_traffic()
             self._step.assign_all(prepare)
+            self._step.forget_errors()
+            policy = self._step.config.wire
+            if self._step.wire.rank == 0 and keeps_errors(policy):
+                _log.info(DROPPED.format(policy))
         plan.apply(-1)
 
     def changes(self, stored: session.Stored) -> Iterator[session.Change]:

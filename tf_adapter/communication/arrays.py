@@ -5,14 +5,17 @@ Works eagerly and, where the shapes are static, inside a tf.function.
 
 from __future__ import annotations
 
+import functools
 import math
-import weakref
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
+
+from zerohvd.keras.communication.recurring import kept_in_graph
 
 # dtypes that are summed in float32: 16 bits would round after every rank.
 NARROW = (tf.float16, tf.bfloat16)
@@ -64,17 +67,12 @@ def widen(x: Any) -> Any:
     return float32(x) if x.dtype in NARROW else x
 
 
-# Per graph: constants that shapes and slices are made of.
-_constants: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
-
-
 def numbers(values: Sequence[int]) -> Any:
     """A constant vector, one per graph: the operations of a large model are cut by the same numbers
     again and again, and each takes memory."""
     if tf.executing_eagerly():
         return tf.constant(values, tf.int32)
-    known = _constants.setdefault(tf.compat.v1.get_default_graph(), {})
-    key = tuple(values)
+    known, key = kept_in_graph("numbers"), tuple(values)
     if key not in known:
         with tf.control_dependencies(None):
             known[key] = tf.constant(key, tf.int32, shape=[len(key)])
@@ -86,7 +84,7 @@ def cut(x: Any, start: int, stop: int) -> Any:
     if (start, stop) == (0, x.shape[0]):
         return x
     if start == stop:
-        return x[:0]  # it may lie behind the end
+        start = stop = 0  # it may lie behind the end
     out = tf.slice(x, numbers([start]), numbers([stop - start]))
     out.set_shape([stop - start])
     return out
@@ -114,14 +112,17 @@ def sum_parts(x: Any, n: int) -> Any:
     """The sum of the `n` equal parts that `x` is a concatenation of, added in their order."""
     # Slices share memory where tf.split copies; add_n's order is not documented, a chain's is.
     length = x.shape[0] // n  # rows: x may have more dimensions
-    total = x[:length]
-    for part in range(1, n):
-        total = total + x[part * length : (part + 1) * length]
-    return total
+    parts = [
+        cut(x, i * length, (i + 1) * length)
+        if len(x.shape) == 1
+        else x[i * length : (i + 1) * length]
+        for i in range(n)
+    ]
+    return functools.reduce(operator.add, parts)
 
 
 def splits(seq: Sequence[int]) -> Any:
-    return tf.constant(list(seq), tf.int32)
+    return numbers(list(seq))
 
 
 def from_numpy(x: np.ndarray[Any, Any]) -> Any:

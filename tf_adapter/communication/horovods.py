@@ -18,7 +18,6 @@ _WITHOUT_EFFECT = (
     "sparse_as_dense",
 )
 _OPS = {hvd.Average: "Average", hvd.Sum: "Sum", "Average": "Average", "Sum": "Sum"}
-_WIRES = {hvd.Compression.none: None, hvd.Compression.fp16: "float16"}
 
 
 class Arguments(NamedTuple):
@@ -39,7 +38,7 @@ class Arguments(NamedTuple):
 
 def check(given: Mapping[str, Any]) -> Arguments:
     """The arguments, or an error that says what to write instead."""
-    known = {*Arguments._fields, *_WITHOUT_EFFECT, "compression"}
+    known = {*Arguments._fields, *_WITHOUT_EFFECT}
     unknown = sorted(set(given) - known)
     if unknown:
         raise TypeError(
@@ -71,19 +70,3 @@ def accumulate(inner: Any, passes: int) -> None:
             f"={steps} are both set: give one of them"
         )
     inner.gradient_accumulation_steps = passes
-
-
-def wire_dtype(given: Mapping[str, Any], reduce_dtype: str | None) -> str | None:
-    """What gradients are sent in: `compression` is Horovod's way to say `reduce_dtype`."""
-    compression = given.get("compression", hvd.Compression.none)
-    if compression not in _WIRES:
-        raise ValueError(
-            f"compression must be hvd.Compression.none or .fp16, got {compression!r}; other dtypes "
-            "by reduce_dtype='bfloat16'"
-        )
-    asked = _WIRES[compression]
-    if asked and reduce_dtype not in (None, asked):
-        raise ValueError(
-            f"compression says {asked} and reduce_dtype says {reduce_dtype}: give one of them"
-        )
-    return asked or reduce_dtype

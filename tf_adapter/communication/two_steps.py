@@ -17,11 +17,8 @@ def scatter(
     alltoall: Alltoall, grid: Grid, x: Any, lengths: Sequence[int], own: int, name: str
 ) -> Any:
     """The sum over the ranks of part `own` of `x`; 16-bit floats are added in float32."""
-    parts = dict(enumerate(tf.split(x, list(lengths))))
-    here, across = grid.scatter
-    mine = arrays.widen(tf.concat([parts[p] for p in grid.column], 0))
-    for came in _exchange(alltoall, here, parts, lengths, f"{name}/here"):
-        mine += arrays.widen(tf.concat(list(came.values()), 0))
+    across = grid.scatter[1]
+    mine = sum_here(alltoall, grid, x, lengths, name)
     sums = tf.split(mine, [lengths[p] for p in grid.column])
     # Rounded to what travels, and the own part too: all hosts count alike.
     narrow = {p: tf.cast(part, x.dtype) for p, part in zip(grid.column, sums, strict=True)}
@@ -29,6 +26,17 @@ def scatter(
     for came in _exchange(alltoall, across, narrow, lengths, f"{name}/across"):
         total += arrays.widen(came[own])
     return total
+
+
+def sum_here(
+    alltoall: Alltoall, grid: Grid, x: Any, lengths: Sequence[int], name: str
+) -> Any:
+    """The sum over this host of the parts that ranks in the same place of all hosts need."""
+    parts = dict(enumerate(tf.split(x, list(lengths))))
+    mine = arrays.widen(tf.concat([parts[p] for p in grid.column], 0))
+    for came in _exchange(alltoall, grid.scatter[0], parts, lengths, f"{name}/here"):
+        mine += arrays.widen(tf.concat(list(came.values()), 0))
+    return mine
 
 
 def gather(

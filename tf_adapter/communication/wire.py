@@ -6,6 +6,7 @@ They run eagerly or are traced into a tf.function.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import warnings
@@ -25,10 +26,16 @@ from zerohvd.communication.collectives import (
 from zerohvd.communication.hosts import Grid
 from zerohvd.communication.instances import agree_on_instance
 from zerohvd.communication.traffic import PassTraffic, StepTraffic
+from zerohvd.compression.codecs import Codec, codec_of
+from zerohvd.compression.policies import Plain
+from zerohvd.config import ZeroConfig
 from zerohvd.devices import check_devices
 from zerohvd.keras import compat
-from zerohvd.keras.communication import arrays, two_steps
+from zerohvd.keras.communication import arrays, packing, two_steps
+from zerohvd.keras.communication.clock import Clock, measured
 from zerohvd.keras.communication.ordering import after
+from zerohvd.peers.watch import watch_next
+from zerohvd.rank_count import check_ranks
 from zerohvd.schedule import exchange_rounds
 
 # Collectives block inside TensorFlow's kernels, where nobody but Horovod can end them. It reads the
@@ -47,6 +54,8 @@ _ALIGN = 16
 
 def join(process_set: Any = None) -> Collectives:
     """Eager collectives of this rank in `process_set`; a rank outside of it is alone."""
+    if hvd.is_initialized():
+        check_ranks(os.environ, hvd.size())
     if hvd.is_initialized() and process_set is not None:
         check_registered(process_set)
         if not process_set.included():
@@ -57,7 +66,7 @@ def join(process_set: Any = None) -> Collectives:
 class Wire:
     """The ranks of one process set, joined by horovod.tensorflow; all of them must make it."""
 
-    def __init__(self, process_set: Any = None) -> None:
+    def __init__(self, process_set: Any, config: ZeroConfig) -> None:
         self.eager = join(process_set)  # for agreements outside of graphs
         if _TOO_LATE and self.eager.size > 1 and self.eager.rank == 0:
             warnings.warn(limits.TOO_LATE.format("zerohvd.keras"), stacklevel=2)
@@ -75,10 +84,21 @@ class Wire:
             # `zerohvd.preemption`.
             self.wish = tf.Variable(0.0, trainable=False, name="wish")
             self.heard = tf.Variable(0.0, trainable=False, name="heard")
+        self.clock: Clock | None = None  # measures collectives, if there is a Monitor
         self._marks: dict[str, Any] = {}
         if not alone:
-            self._check_devices(self.eager.find_hosts())
+            hosts = self.eager.find_hosts()
+            self._check_devices(hosts)
+            if self._set.process_set_id == 0 and not limits.is_elastic():
+                watch_next(self.eager, hosts)
         self.traffic = self.new_traffic()
+        # How gradients and parameters are packed; None: they are not.
+        self.packing: packing.GradPacking | None = None
+        self.codec: Codec | None = None
+        if not alone and not isinstance(config.wire, Plain):
+            self.packing = packing.GradPacking(config.wire, self.step)
+        if not alone:
+            self.codec = codec_of(config.param_compression)
 
     def _check_devices(self, hosts: Sequence[str]) -> None:
         if not hvd.nccl_built():
@@ -119,7 +139,10 @@ class Wire:
         wait in the collective.
         """
         if self.size > 1 and not tf.executing_eagerly():
-            self._kept.assign(tf.cast(tf.reduce_sum(tf.reshape(x, [-1])[:1]), tf.float32))
+            known = x.shape.is_fully_defined()
+            flat = arrays.flatten(x)
+            first = arrays.cut(flat, 0, min(1, arrays.numel(x))) if known else flat[:1]
+            self._kept.assign(tf.cast(tf.reduce_sum(first, 0), tf.float32), read_value=False)
 
     def live(self, x: Any) -> Any:
         """`x` in a form that constant folding does not see through.
@@ -131,6 +154,7 @@ class Wire:
             return x
         return x + tf.cast(self._zero, x.dtype)
 
+    @measured
     def reducescatter(self, x: Any, lengths: Sequence[int], name: str) -> Any:
         """The sum over the ranks of this rank's part of `x`; 16-bit floats are added in float32.
 
@@ -138,6 +162,43 @@ class Wire:
         """
         if self.size == 1:
             return arrays.widen(x)
+        if self.packing is not None:
+            return self._pack_and_add(self.packing, x, lengths, name)
+        return self._reducescatter(x, lengths, name)
+
+    def _pack_and_add(
+        self, packs: packing.GradPacking, x: Any, lengths: Sequence[int], name: str
+    ) -> Any:
+        """A reducescatter of packed numbers. On several hosts, numbers are added up inside the
+        host, and what crosses links is packed."""
+        ranks: Sequence[int] = range(self.size)
+        grid = self._grid_of(x, sum(lengths))
+        if grid is not None:
+            moved = sum(grid.scatter[0].splits(lengths)) * arrays.itemsize(x)
+            self._record(f"{name}/here", "reducescatter", x, moved=moved)
+            x = two_steps.sum_here(self._alltoall, grid, x, lengths, name)
+            ranks, lengths = grid.column, [lengths[r] for r in grid.column]
+        swap = functools.partial(self._swap, ranks)
+        return packs.reducescatter(swap, x, lengths, ranks.index(self.rank), name)
+
+    def _swap(self, ranks: Sequence[int], parts: Sequence[Any], nbytes: int, name: str) -> Any:
+        """Send packed parts to these ranks; return what each has sent here: `nbytes`."""
+        others = {r: p for r, p in zip(ranks, parts, strict=True) if r != self.rank}
+        sizes = [0] * self.size
+        for r, part in others.items():
+            sizes[r] = 0 if part is None else part.shape[0]
+        sent = [part for part in others.values() if part is not None]
+        data = tf.concat(sent, 0) if sent else self.live(tf.zeros([0], tf.uint8))
+        self._record(name, "reducescatter", data, moved=sum(sizes))
+        out = self._alltoall(data, sizes, name)
+        out.set_shape([nbytes * len(others)])
+        if not nbytes:
+            self.keep(tf.cast(out, tf.float32))
+        found: list[Any] = [out[i * nbytes : (i + 1) * nbytes] for i in range(len(others))]
+        found.insert(ranks.index(self.rank), None)
+        return found
+
+    def _reducescatter(self, x: Any, lengths: Sequence[int], name: str) -> Any:
         kept = lengths[self.rank] * arrays.itemsize(x)
         total = sum(lengths) * arrays.itemsize(x)
         self._record(name, "reducescatter", x, moved=total - kept)
@@ -150,6 +211,7 @@ class Wire:
         # sums after every rank.
         return self._exchange_and_add(x, lengths, name)
 
+    @measured
     def allreduce(self, x: Any, name: str, op: str = "sum") -> Any:
         """`x` combined over the ranks; 16-bit floats are added and returned in float32."""
         if x.dtype in arrays.NARROW:
@@ -157,7 +219,7 @@ class Wire:
             flat = arrays.flatten(x)
             share = -(-arrays.numel(x) // self.size)
             padded = tf.pad(flat, [[0, share * self.size - arrays.numel(x)]])
-            mine = self.reducescatter(padded, [share] * self.size, f"{name}/reducescatter")
+            mine = self._reducescatter(padded, [share] * self.size, f"{name}/reducescatter")
             mine = tf.cast(mine, x.dtype)
             full = self.allgather(mine, [share] * self.size, f"{name}/allgather")
             return tf.reshape(tf.cast(full[: arrays.numel(x)], tf.float32), x.shape)
@@ -171,6 +233,7 @@ class Wire:
         out.set_shape(x.shape)
         return out
 
+    @measured
     def add_flags(self, x: Any, name: str) -> Any:
         """The sum of a few numbers that every step sends; like Horovod's own messages, they are not
         counted as traffic."""
@@ -180,6 +243,7 @@ class Wire:
         out.set_shape(x.shape)
         return out
 
+    @measured
     def allgather(self, x: Any, lengths: Sequence[int], name: str) -> Any:
         """The parts of all ranks, which are `lengths` long, in rank order."""
         if self.size == 1:
@@ -194,6 +258,15 @@ class Wire:
         self._record(name, "allgather", out, moved=own * (self.size - 1))
         return out
 
+    def allgather_packed(self, x: Any, lengths: Sequence[int], codec: Codec, name: str) -> Any:
+        """The same, packed on their way: float32. A rank's own part is what the others get."""
+        sizes = [codec.nbytes(length) for length in lengths]
+        data = packing.pack(codec, x)
+        if not data.shape[0]:
+            data = self.live(data)
+        return packing.unpack_all(codec, self.allgather(data, sizes, name), lengths)
+
+    @measured
     def allgather_rows(self, x: Any, name: str) -> Any:
         """The rows of all ranks; how many each has, only the running step knows."""
         if self.size == 1:
@@ -205,6 +278,7 @@ class Wire:
         out.set_shape([None, *x.shape[1:]])
         return out
 
+    @measured
     def alltoall_rows(self, x: Any, splits: Any, name: str) -> tuple[Any, Any]:
         """Send `splits[i]` rows of `x` to rank i; returns what has come, in rank order, and how
         many rows each rank has sent. Only the running step knows how many there are."""
@@ -242,20 +316,23 @@ class Wire:
         if self.size > 2:
             return self._add_in_rounds(x, lengths, name)
         # Between two ranks the own part need not travel, and a + b is b + a.
-        sent = x[own:] if self.rank == 0 else x[:start]
+        total = sum(lengths)
+        sent = arrays.cut(x, own, total) if self.rank == 0 else arrays.cut(x, 0, start)
         splits = [0 if rank == self.rank else length for rank, length in enumerate(lengths)]
         received = self._alltoall(sent, splits, name)
         received.set_shape([own])
         # tf.add may reuse either operand's buffer for the result: a slice of `x` would then keep
         # all of `x` alive. bias_add never reuses the bias.
-        return tf.nn.bias_add(arrays.widen(received)[None], arrays.widen(x[start : start + own]))[0]
+        mine = arrays.widen(arrays.cut(x, start, start + own))
+        added = tf.nn.bias_add(arrays.reshape(arrays.widen(received), [1, own]), mine)
+        return arrays.reshape(added, [own])
 
     def _add_in_rounds(self, x: Any, lengths: Sequence[int], name: str) -> Any:
         """`_exchange_and_add` in rounds, which bound the memory for what is received."""
         sums: list[Any] = []
         rounds = exchange_rounds(lengths, _ALIGN)
         for i, spans in enumerate(rounds):
-            parts = [x[span.start : span.stop] for span in spans if span.length]
+            parts = [arrays.cut(x, *span) for span in spans if span.length]
             sent = x if len(rounds) == 1 else parts[0] if len(parts) == 1 else tf.concat(parts, 0)
             with after(sums[-1:]):
                 received = self._alltoall(sent, [s.length for s in spans], f"{name}/{i}")

@@ -11,19 +11,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import socket
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 
 from zerohvd.communication.agreement import check_same_decision
 from zerohvd.communication.collectives import Collectives
 from zerohvd.communication.rendezvous import Call
-from zerohvd.errors import ShardedStateError
+from zerohvd.errors import DisagreementError, ShardedStateError
 from zerohvd.keras.fit.callback_list import given_callbacks, with_callbacks
 from zerohvd.keras.optimizer import entry, state
 from zerohvd.keras.optimizer.distributed import optimizer_of, ranks_of
+from zerohvd.peers.steps import StepWatch
 
 
 def run(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -36,8 +39,8 @@ def run(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> 
     ranks = ranks_of(model)
     if ranks.size == 1:
         return original(*given.args, **given.kwargs)
-    before, after = _around(found, ranks)
-    with with_callbacks(given.arguments, before, after):
+    before, after, watch = _around(found, ranks)
+    with with_callbacks(given.arguments, before, after), contextlib.closing(watch):
         return original(*given.args, **given.kwargs)
 
 
@@ -52,19 +55,41 @@ def _refuse_horovods(callbacks: Sequence[Any]) -> None:
             )
 
 
-def _around(callbacks: Sequence[Any], ranks: Collectives) -> tuple[list[Any], list[Any]]:
+class _Around(NamedTuple):
+    before: list[Any]
+    after: list[Any]
+    watch: StepWatch
+
+
+def _around(callbacks: Sequence[Any], ranks: Collectives) -> _Around:
     """Callbacks to run before and after the user's, on all ranks alike."""
     mine = [c for c in callbacks if isinstance(c, keras.callbacks.ModelCheckpoint)]
     whole = [c for c in mine if not c.save_weights_only]
     said = [[c.filepath, c.save_freq] for c in whole]
-    everyone = ranks.allgather_object(said, name="zero/fit/checkpoints")
+    monitors = [c.monitors_every for c in callbacks if hasattr(c, "monitors_every")]
+    mine = [said, monitors, socket.gethostname()]
+    told = ranks.allgather_object(mine, name="zero/fit/checkpoints")
+    _check_monitors([found[1] for found in told])
+    everyone = [found[0] for found in told]
     savers = [rank for rank, found in enumerate(everyone) if found]
-    if not savers:
-        return [_EndTogether()], [_Decisions(ranks)]
     # Every rank sees the same, so all of them raise, or none does.
-    for path, frequency in everyone[savers[0]]:
+    for path, frequency in everyone[savers[0]] if savers else ():
         _check_checkpoint(path, frequency, savers)
-    return [_EndTogether(), _Collect(savers[0], ranks)], [_Forget(), _Decisions(ranks)]
+    watch = StepWatch(ranks, [found[2] for found in told], "model.fit()")
+    if not savers:
+        return _Around([_EndTogether()], [_Decisions(ranks), _Watched(watch)], watch)
+    before = [_EndTogether(), _Collect(savers[0], ranks)]
+    return _Around(before, [_Forget(), _Decisions(ranks), _Watched(watch)], watch)
+
+
+def _check_monitors(everyone: Sequence[Sequence[int]]) -> None:
+    if any(found != everyone[0] for found in everyone):
+        said = [f"rank {rank}: every={found}" for rank, found in enumerate(everyone)]
+        raise DisagreementError(
+            "not all ranks have the same zero.callbacks.Monitor "
+            f"({', '.join(said)}). Pass it to fit() on every rank, with the same `every`: it "
+            "writes on rank 0 alone by itself"
+        )
 
 
 def _check_checkpoint(path: str, frequency: Any, savers: Sequence[int]) -> None:
@@ -111,6 +136,22 @@ class _EndTogether(keras.callbacks.Callback):
         stopped = entry.meet(optimizer.step, Call.EPOCH, [int(self.model.stop_training)])
         if any(here for (here,) in stopped):
             self.model.stop_training = True
+
+
+class _Watched(keras.callbacks.Callback):
+    """Lets ranks that are in a step for long find out who is not. The last of all callbacks: what
+    others do at the beginning of a step, such as waiting, comes before it. (Of the end of a step it
+    need not know: a callback that does makes Keras wait for the step's metrics.)"""
+
+    def __init__(self, watch: StepWatch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self._watch.begin()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._watch.pause()
 
 
 class _Collect(keras.callbacks.Callback):

@@ -200,12 +200,15 @@ class Reduction:
         self._add_up(self.heads)
 
     def piece(self, piece: PieceVariable) -> Any:
-        """The mean gradient of one piece of a sharded variable, None if no rank has one; after
-        `add_up`."""
+        """The gradient of one piece of a sharded variable, None if no rank has one; after `add_up`.
+        It is a sum: `mean` is left to the update, whose operations TensorFlow joins with it."""
         if self.given(piece.piece.param) is False:
             return None
-        mean = self._mean(self._own_part(piece, self.grads), piece.dtype)
-        return arrays.reshape(mean, piece.shape)
+        return arrays.reshape(self._own_part(piece, self.grads), piece.shape)
+
+    def mean(self, total: Any, piece: PieceVariable) -> Any:
+        """The mean gradient of a piece, from `piece`."""
+        return self._mean(total, piece.dtype)
 
     def _expects_rows(self, bucket: Bucket, spec: ParamSpec, grad: Any) -> bool:
         """Whether this rank lacks a gradient that others may send as rows."""
@@ -256,7 +259,7 @@ class Reduction:
         shards, wire, dtype = self._shards, self._wire, self._dtype(bucket)
         params = shards.layout.params
         flats = {
-            slot.param: tf.reshape(sparse.dense(grads[slot.param]), [params[slot.param].numel])
+            slot.param: arrays.reshape(sparse.dense(grads[slot.param]), [params[slot.param].numel])
             for slot in bucket.slots
             if grads[slot.param] is not None
         }

@@ -18,6 +18,8 @@ from zerohvd.config import MIB, ZeroConfig
 from zerohvd.errors import ShardedStateError
 from zerohvd.keras import compat
 from zerohvd.keras.communication import horovods
+from zerohvd.keras.communication.clock import Clock
+from zerohvd.keras.communication.compression import Compression, policy_of, wire_dtype
 from zerohvd.keras.communication.members import Members
 from zerohvd.keras.communication.wire import Wire, join
 from zerohvd.keras.gradients.reducer import weighing
@@ -35,7 +37,7 @@ from zerohvd.keras.params.pieces import (
 )
 from zerohvd.keras.params.shards import specs_of
 from zerohvd.keras.stage3.sharding import ShardedModel
-from zerohvd.launchers import check_ranks
+from zerohvd.rank_count import check_ranks
 from zerohvd.training.graph import lay_out
 
 # What belongs to the inner optimizer, and is read and set there.
@@ -69,17 +71,20 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         bucket_bytes: How many bytes of variables are packed into one collective.
         partition: "flat" cuts anywhere, "parameter" keeps variables whole, "auto" chooses.
         reduce_dtype: Gradients are sent in this dtype; None: in that of their variable.
+        compression: Gradients on the wire: `zero.Compression.none`, `.fp16`, `.bf16`, `.int8`,
+            `.int4`, `.topk(ratio)` or `.randomk(ratio)`.
+        param_compression: Variables on the wire: `zero.Compression.none`, `.fp16`, `.bf16`, `.int8`
+            or `.int4`.
         master_dtype: Shards are updated in this dtype; None: float32 for 16-bit variables.
         grad_clip: Clip to this global norm; the same as the inner optimizer's `global_clipnorm`.
         broadcast: Give all ranks the weights of rank 0 when the optimizer is built.
         process_set: The ranks that take part, all of them unless given; any other trains alone.
         name: The optimizer's name.
-        **horovod: As in Horovod's: `op` (Average or Sum), `compression` (none or fp16: the same as
-            reduce_dtype="float16"), `backward_passes_per_step` with `average_aggregated_gradients`
-            (the gradients of so many calls are summed, or averaged, for one update; averaged is
-            what `gradient_accumulation_steps` does). `groups`, `num_groups`, `sparse_as_dense`,
-            `device_dense`, `device_sparse` and `gradient_predivide_factor` change no result, and
-            nothing here.
+        **horovod: As in Horovod's: `op` (Average or Sum), `backward_passes_per_step` with
+            `average_aggregated_gradients` (the gradients of so many calls are summed, or averaged,
+            for one update; averaged is what `gradient_accumulation_steps` does). `groups`,
+            `num_groups`, `sparse_as_dense`, `device_dense`, `device_sparse` and
+            `gradient_predivide_factor` change no result, and nothing here.
 
     The gradient of an embedding table is the sum of what the batch says of each row, whichever way
     it is sent. Plain Keras squares, clips and takes absolute values of each occurrence of a row
@@ -98,6 +103,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         bucket_bytes: int = 8 * MIB,
         partition: str = "auto",
         reduce_dtype: str | None = None,
+        compression: Any = Compression.none,
+        param_compression: Any = Compression.none,
         master_dtype: str | None = None,
         grad_clip: float | None = None,
         broadcast: bool = True,
@@ -105,12 +112,17 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         name: str | None = None,
         **horovod: Any,
     ) -> None:
+        if hvd.is_initialized():
+            check_ranks(os.environ, hvd.size())
         arguments = horovods.check(horovod)
+        packed, reduce_dtype = wire_dtype(compression, reduce_dtype)
         config = ZeroConfig(
             stage=stage,
             bucket_bytes=bucket_bytes,
             partition=partition,
-            reduce_dtype=horovods.wire_dtype(horovod, reduce_dtype),
+            reduce_dtype=reduce_dtype,
+            compression=packed,
+            param_compression=policy_of(param_compression),
             master_dtype=master_dtype,
             grad_clip=grad_clip,
         )
@@ -125,6 +137,10 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         self.broadcast = broadcast
         self._members = Members(process_set)
         self.step: Any = None  # a ShardedStep once the optimizer is built
+        self.clock: Clock | None = None  # of a Monitor
+        # Of the LossScaleOptimizer that the latest step came from; weak, or Keras would save it
+        # as a part of this one.
+        self._scaler_in_use: Any = None
         # The whole state, while `zero.save_model` saves a model; None: it has not been collected.
         self.saved_state: dict[str, Any] | None = None
         # The state that `load_model` has read, until the ranks build the optimizer together.
@@ -150,6 +166,19 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             return
         self._build(list(variables), [])
 
+    @property
+    def loss_scale(self) -> float | None:
+        """Of the latest step; None: its loss was not scaled."""
+        scaler = None if self._scaler_in_use is None else self._scaler_in_use()
+        return None if scaler is None else float(scaler.dynamic_scale.numpy())
+
+    def set_clock(self, clock: Clock) -> None:
+        """Measure the collectives of steps that are traced from now on."""
+        self.clock = clock
+        if self.step is not None or self.sharded is not None:
+            wire = self.step.wire if self.sharded is None else self.sharded.units.wire
+            wire.clock = clock
+
     def build_loaded(self) -> None:
         """Build now what `load_model` deferred to the first step; all ranks must call it."""
         if self.step is None and self._loaded_variables:
@@ -162,8 +191,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         if self.config.stage == 3:
             _check_sharded(self.sharded, variables)
         with compat.outside_of_traces():
-            wire = Wire(self.process_set) if self.sharded is None else self.sharded.units.wire
-            check_ranks(os.environ, hvd.size())
+            wire = self._wire()
+            wire.clock = self.clock
             everyone = wire.eager.allgather_object(tables, name="zero/agree/tables")
             rows = {i for found in everyone for i in found}
             how = partition.choose(self.inner_optimizer, self.config.partition)
@@ -193,6 +222,11 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
                 state.load_state(self, self.loaded_state)
                 self.loaded_state = None
         self.built = True
+
+    def _wire(self) -> Wire:
+        if self.sharded is not None:
+            return self.sharded.units.wire
+        return Wire(self.process_set, self.config)
 
     def attach(self, sharded: ShardedModel) -> None:
         """Update the variables of a sharded model (stage 3)."""
@@ -249,6 +283,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None, scaler: Any
     ) -> None:
         """`apply` for gradients of a loss that `scaler` (a LossScaleOptimizer or None) scaled."""
+        self._scaler_in_use = None if scaler is None else weakref.ref(scaler)
         grads = list(grads)
         if not grads:
             return

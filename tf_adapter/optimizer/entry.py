@@ -86,7 +86,8 @@ def _first_operation(step: ShardedStep) -> str:
         return "HorovodAllreduce" if step.eager else step.reducer.weight_name
     narrow = tf.as_dtype(step.config.reduce_dtype or bucket.dtype).size == 2
     whole = step.layout.size == 1
-    native = hvd.nccl_built() and not narrow and len(set(bucket.lengths)) == 1
+    packed = wire.packing is not None
+    native = hvd.nccl_built() and not narrow and not packed and len(set(bucket.lengths)) == 1
     if step.eager:
         # TensorFlow calls an operation outside of graphs by its kind.
         kind = "Allreduce" if whole and not narrow else "Reducescatter" if native else "Alltoall"
@@ -95,7 +96,7 @@ def _first_operation(step: ShardedStep) -> str:
     if whole and not narrow:
         return name
     name = f"{name}/reducescatter" if whole else name
-    return name if native or wire.size == 2 else f"{name}/0"
+    return name if native or packed or wire.size == 2 else f"{name}/0"
 
 
 @contextlib.contextmanager

@@ -31,10 +31,11 @@ def memory_report(optimizer: Any) -> MemoryReport:
     """Bytes on this rank, for an optimizer or the model that was compiled with it.
 
     `params` are the variables the optimizer manages, `optimizer` its slots and scalars, `master`
-    the float32 shards of 16-bit variables. TensorFlow frees a gradient inside the step, so
+    the float32 shards of 16-bit variables, and what variables that travel packed differ by from
+    the exact ones. TensorFlow frees a gradient inside the step, so
     `grads` are sums kept by `gradient_accumulation_steps`. `buffers` are the largest buckets that
     a step has in flight at once; at stage 3 the variables that are gathered at once: the root's and
-    two units'.
+    two units'. What has not travelled of packed gradients is there too.
     """
     optimizer = _built(optimizer)
     step = optimizer.step
@@ -46,12 +47,14 @@ def memory_report(optimizer: Any) -> MemoryReport:
     in_flight = sum(largest[:IN_FLIGHT]) if step.wire.size > 1 else 0
     if optimizer.sharded is not None:
         in_flight = optimizer.sharded.units.peak_nbytes
+    left = [p.left_over for p in step.pieces if p.left_over is not None]
+    waiting = [] if step.wire.packing is None else step.wire.packing.variables
     return MemoryReport(
         params=sum(nbytes(v) for v in step.natives),
         grads=sums,
-        master=slots.pop(state.MASTER, 0),
+        master=slots.pop(state.MASTER, 0) + sum(nbytes(v) for v in left),
         optimizer=sum(slots.values()) + scalars,
-        buffers=in_flight,
+        buffers=in_flight + sum(nbytes(v) for v in waiting),
     )
 
 

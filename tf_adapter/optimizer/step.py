@@ -77,6 +77,9 @@ class ShardedStep(ShardedVariables):
             scale = (1.0 if scale is None else scale) / self.gain
         reduction = Reduction(self.reducer, grads, scale, weight, in_loss)
         self._heads = reduction.heads
+        clock = self.wire.clock
+        if clock is not None:
+            clock.begin(list(grads))
         with after(self._heads):
             self.wire.step.assign_add(1)
         if self._pipelined(scaler):
@@ -84,6 +87,8 @@ class ShardedStep(ShardedVariables):
             return
         local = bool(self.reducer.local_sums) and self._steps > 1
         reduced = reduction.locally() if local else reduction.all(reduction.grads)
+        if clock is not None and not local:
+            clock.add_squares(reduced)
         if scaler is None:
             self._accumulate_or_update(reduced, reduction)
             return
@@ -96,9 +101,15 @@ class ShardedStep(ShardedVariables):
 
         def skipped_step() -> Any:
             loss_scale.back_off(scaler)
+            self.forget_errors()  # what has travelled of them is not applied
             return tf.constant(False)
 
         tf.cond(loss_scale.all_finite(reduced, self.wire), finite_step, skipped_step)
+
+    def forget_errors(self) -> None:
+        """Drop what has not travelled of the gradients of earlier steps."""
+        if self.wire.packing is not None:
+            self.wire.packing.forget()
 
     @property
     def _steps(self) -> int:
@@ -116,20 +127,38 @@ class ShardedStep(ShardedVariables):
         needs_all = clipping.needs_norms(self.inner, self.config) or self._one_call
         return scaler is None and self._steps == 1 and not needs_all
 
+    def _as_gradients_come(self) -> Sequence[Bucket]:
+        """At stage 3, backward's order: what is updated while the rest of backward still runs has
+        freed its gradient by then. A bucket is complete with its first variable."""
+        buckets = self.layout.buckets
+        if self.config.stage < 3:
+            return buckets
+        return sorted(buckets, key=lambda bucket: -min(slot.param for slot in bucket.slots))
+
+    def _new_update(self) -> PieceUpdate:
+        # Who knows what an optimizer does that is not known to update each element by itself. And
+        # where nothing is recomputed, the bits are those of stage 2: TensorFlow rewrites arithmetic
+        # that it sees in one graph.
+        homes = [shard_of(v).home for v in self.variables if shard_of(v) is not None]
+        alike = self.layout.partition == "flat" and any(home.recomputes for home in homes)
+        return PieceUpdate(self.inner, alike)
+
     def _reduce_and_update(self, reduction: Reduction) -> list[Any]:
         """Reduce, update and gather bucket by bucket; returns operations to wait for."""
         done: list[Any] = []
         updated: list[Any] = []
         reduced: list[Any] = []
-        assembly, update, window = self.assembly(), PieceUpdate(self.inner), self.reducer.window
+        assembly, update, window = self.assembly(), self._new_update(), self.reducer.window
         rate = self.inner.learning_rate
-        for bucket in self.layout.buckets:
-            if self.is_table(bucket):
-                done.append(self._update_table(bucket, reduction, update, rate))
+        for bucket in self._as_gradients_come():
+            if self.is_kept(bucket):
+                done.append(self._update_kept(bucket, reduction, update, rate))
                 updated.append(done[-1])
                 continue
             with window.after(updated), after(reduced):
                 reduced = reduction.bucket(bucket, reduction.grads)
+            if self.wire.clock is not None:
+                self.wire.clock.add_squares(reduced)
             reduced = clipping.by_value(reduced, self.inner)
             pieces = self.pieces_in(bucket)
             with window.after(done), after(first_of(reduced)):
@@ -138,18 +167,36 @@ class ShardedStep(ShardedVariables):
             done.append(self._gather_after(done, bucket, assembly))
         return done
 
-    def _update_table(
+    def _update_kept(
         self, bucket: Bucket, reduction: Reduction, update: PieceUpdate, rate: Any
     ) -> list[Any]:
-        """Update a table part by part: neither its gradient nor the new values are ever whole."""
+        """Update what a unit has reduced, and what stays with this rank (stage 3). A table is
+        updated part by part: neither its gradient nor the new values are ever whole."""
         done: list[Any] = []
         reduction.add_up()
-        for piece in self.pieces_in(bucket):
+
+        def mean(total: Any, piece: PieceVariable) -> Any:
+            return clipping.by_value([reduction.mean(total, piece)], self.inner)[0]
+
+        pieces = self.pieces_in(bucket)
+        is_table = self.is_table(bucket)
+        for group in [[p] for p in pieces] if is_table else [pieces]:
             with after(done[-1:]):
-                grads = clipping.by_value([reduction.piece(piece)], self.inner)
-                update.run([piece], grads, rate, reduction.given)
-                done += self.keep([piece])
+                grads = [reduction.piece(piece) for piece in group]
+                self._watch_squares(reduction, grads, group, is_table)
+                update.run(group, grads, rate, reduction.given, mean)
+                done += self.keep(group)
         return done
+
+    def _watch_squares(
+        self, reduction: Reduction, grads: Sequence[Any], pieces: Any, is_table: bool
+    ) -> None:
+        clock = self.wire.clock
+        if clock is not None and is_table:
+            clock.has_squares = False
+        elif clock is not None:
+            given = [(g, p) for g, p in zip(grads, pieces, strict=True) if g is not None]
+            clock.add_squares([reduction.mean(g, p) for g, p in given])
 
     def _accumulate_or_update(self, grads: Sequence[Any], reduction: Reduction) -> None:
         """Given gradients known to be finite, or not scaled."""
@@ -192,7 +239,7 @@ class ShardedStep(ShardedVariables):
 
     def _update(self, grads: Sequence[Any], reduction: Reduction) -> list[Any]:
         """Update all pieces and gather every bucket; returns operations to wait for."""
-        update = PieceUpdate(self.inner)
+        update = self._new_update()
         with after(first_of(grads)):
             rate = self.inner.learning_rate
             if self._one_call:

@@ -198,7 +198,7 @@ def _shard(
     check_shardable(model)
     how = partition_.choose(optimizer.inner_optimizer, optimizer.config.partition)
     with tf.init_scope():
-        wire = Wire(optimizer.process_set)
+        wire = Wire(optimizer.process_set, optimizer.config)
         sharded = shard_model(
             model, options, recompute, optimizer.config, how, wire, broadcast=optimizer.broadcast
         )

@@ -35,7 +35,7 @@ def pack(bucket: Bucket, flats: Mapping[int, Any], dtype: Any) -> Any:
 def pack_shard(bucket: Bucket, rank: int, values: Sequence[Any], spans: Sequence[Span]) -> Any:
     """The shard of `rank`, from the values of its pieces and their spans in the bucket."""
     shard = bucket.span(rank)
-    parts = [tf.reshape(tf.cast(v, bucket.dtype), [-1]) for v in values]
+    parts = [arrays.flatten(tf.cast(v, bucket.dtype)) for v in values]
     return _fill(parts, [s.shift(-shard.start) for s in spans], shard.length, bucket.dtype)
 
 
@@ -77,6 +77,6 @@ class Assembly:
                 parts = [p for _, p in sorted(self._chunks.pop(slot.param), key=lambda c: c[0])]
                 flat = parts[0] if len(parts) == 1 else tf.concat(parts, 0)
                 native = self._natives[slot.param]
-                value = tf.reshape(flat, native.shape)
+                value = arrays.reshape(flat, native.shape)
                 done.append(native.assign(value, read_value=False))
         return done or [full]

@@ -2,16 +2,19 @@
 
 The inner optimizer builds its slots on pieces and updates pieces. A piece stores nothing between
 steps: its value is read from the model's variable when an update begins, and the result is a
-tensor that the next allgather sends. Only 16-bit variables keep a wider master.
+tensor that the next allgather sends; at stage 3, where nothing is sent, an update may change the
+variable's memory itself. Only 16-bit variables keep a wider master.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from zerohvd.compression.policies import Plain
 from zerohvd.config import ZeroConfig
 from zerohvd.keras.communication import arrays
 from zerohvd.keras.compat import stored_dtype, variable_key
@@ -97,7 +100,10 @@ class PieceVariable:
         # The name under which Keras reads it: it excludes variables from weight decay by this key.
         self._unique_id = key_of(variable) + (f"#{chunk}" if chunk else "")
         self.master: tf.Variable | None = None
+        # By how much the value differs from what all ranks have, where variables travel packed.
+        self.left_over: tf.Variable | None = None
         self._held: Any = None  # the value, during an update
+        self._in_place = False
 
     @property
     def key(self) -> str:
@@ -114,6 +120,8 @@ class PieceVariable:
 
     def _current(self) -> Any:
         stored = self.read()
+        if self.left_over is not None:
+            return tf.cast(stored, self.dtype) + self.left_over
         if self.master is None:
             return tf.cast(stored, self.dtype)
         # The master has more digits, unless somebody else has assigned to the variable since.
@@ -146,10 +154,44 @@ class PieceVariable:
         shard = shard_of(self.variable)
         self.name = tf_variable(self.variable).name if shard is None else shard.native_name
 
+    @property
+    def can_change_in_place(self) -> bool:
+        """Whether the piece is all that a tf.Variable stores."""
+        shard = shard_of(self.variable)
+        if shard is None or shard.width or self.master is not None:
+            return False
+        return shard.span == self.piece.param_span and shard.piece.dtype == self.dtype
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, what is added and subtracted goes to the variable's own memory. A new value would
+        lie elsewhere: of the many that a step makes, holes stay behind."""
+        self._in_place, self._held = True, None
+        try:
+            yield
+        finally:
+            self._in_place = False
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the value is the variable's, and there is none to store."""
+        return self._held is None
+
     def make_master(self) -> None:
         with tf.init_scope():
             self.load()
             self.master = tf.Variable(self._value, trainable=False, name="master")
+
+    def make_left_over(self) -> None:
+        with tf.init_scope():
+            zeros = tf.zeros(self.shape, self.dtype)
+            self.left_over = tf.Variable(zeros, trainable=False, name="left_over")
+
+    def leave_over(self, value: Any, stored: Any) -> None:
+        """Keep what is lost when the variable stores `stored` in the place of `value`."""
+        if self.left_over is not None:
+            rest = value - tf.cast(tf.reshape(stored, self.shape), self.dtype)
+            self.left_over.assign(rest)
 
     def drop(self) -> None:
         """Forget the value: a tensor of one graph or one eager step."""
@@ -164,14 +206,27 @@ class PieceVariable:
     # -- what an optimizer calls on a variable ----------------------------------------------------
 
     def assign(self, value: Any, *_: Any, **__: Any) -> PieceVariable:
+        if self._in_place:
+            tf_variable(self.variable).assign(self._flat(value), read_value=False)
+            return self
         self._held = arrays.reshape(tf.cast(value, self.dtype), self.shape)
         return self
 
     def assign_add(self, value: Any, *_: Any, **__: Any) -> PieceVariable:
+        if self._in_place:
+            tf_variable(self.variable).assign_add(self._flat(value), read_value=False)
+            return self
         return self.assign(self._value + tf.cast(value, self.dtype))
 
     def assign_sub(self, value: Any, *_: Any, **__: Any) -> PieceVariable:
+        if self._in_place:
+            tf_variable(self.variable).assign_sub(self._flat(value), read_value=False)
+            return self
         return self.assign(self._value - tf.cast(value, self.dtype))
+
+    def _flat(self, value: Any) -> Any:
+        value = tf.cast(value, self.dtype)
+        return arrays.flatten(value if value.shape.rank else tf.fill(self.shape, value))
 
     def read_value(self) -> Any:
         return self._value
@@ -217,6 +272,15 @@ def owned_pieces(
         chunk = chunks.get(piece.param, 0)
         chunks[piece.param] = chunk + 1
         found.append(PieceVariable(variables[piece.param], spec, piece, dtype, chunk))
+        packed = config.param_compression != Plain() and layout.size > 1
+        if packed and shard_of(variables[piece.param]) is None:
+            if dtype != spec.dtype:
+                raise ValueError(
+                    f"param_compression={config.param_compression} packs the changes of float32 "
+                    f"variables, and {spec.name!r} is {spec.dtype}, with a master of {dtype}. Keep "
+                    'variables in float32 (dtype policy "mixed_bfloat16" does), or use stage 3'
+                )
+            found[-1].make_left_over()
         if dtype != spec.dtype:
             found[-1].make_master()
     return found

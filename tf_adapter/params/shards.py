@@ -80,8 +80,11 @@ class ShardedVariables:
         parts: dict[int, list[Any]] = {}
         done = []
         for piece in pieces:
-            value = piece.read_value()
+            value, stored = piece.read_value(), piece.is_stored
             piece.drop()
+            if stored:
+                done.append(value)
+                continue
             if shard_of(piece.variable).width:
                 done.append(write_rows(self.natives[piece.piece.param], piece.rows, value))
                 continue
@@ -107,16 +110,39 @@ class ShardedVariables:
             # One after the other: Horovod would fuse them, in a buffer of 128 MiB by default.
             with after(done[-1:]):
                 prepare(bucket)
-                done.append(self.gather(bucket, assembly))
+                done.append(self.gather(bucket, assembly, exactly=True))
         return done
+
+    def settle_rounding(self) -> None:
+        """Give all ranks the exact values, where variables travel packed; all ranks call it.
+
+        A checkpoint holds one value per variable: training goes on from that one too.
+        """
+        if self.wire.codec is not None:  # not by the pieces: a rank may have none
+            self.assign_all(self._load)
+
+    def _load(self, bucket: Bucket) -> None:
+        for piece in self.pieces_in(bucket):
+            piece.load()
 
     def assembly(self) -> buffers.Assembly:
         """What `gather` puts buckets into; one for all buckets."""
         return buffers.Assembly(self.layout, self.natives)
 
-    def gather(self, bucket: Bucket, assembly: buffers.Assembly, wait_for: Any = ()) -> Any:
+    def gather(
+        self,
+        bucket: Bucket,
+        assembly: buffers.Assembly,
+        wait_for: Any = (),
+        *,
+        exactly: bool = False,
+    ) -> Any:
         """Allgather all ranks' pieces and assign them to the model's variables; returns operations
-        to wait for. A rank without a piece, whose allgather has no input, waits for `wait_for`."""
+        to wait for. A rank without a piece, whose allgather has no input, waits for `wait_for`.
+
+        Args:
+            exactly: Not packed, whatever the policy is.
+        """
         pieces = self.pieces_in(bucket)
         if self.is_kept(bucket):
             return self.keep(pieces)
@@ -129,12 +155,31 @@ class ShardedVariables:
                 for v, x in zip([tf_variable(p.variable) for p in pieces], values, strict=True)
             ]
         spans = [p.piece.bucket_span for p in pieces]
-        shard = buffers.pack_shard(bucket, self.rank, values, spans)
+        name = self.name_of(bucket, "allgather")
+        codec = None if exactly else self.wire.codec
+        sent = values
+        if codec is not None:
+            # By how much they differ from what all ranks have: that packs better.
+            sent = [v - tf.cast(p.read(), v.dtype) for p, v in zip(pieces, values, strict=True)]
+        shard = buffers.pack_shard(bucket, self.rank, sent, spans)
         if not pieces:
             with after(wait_for):
                 shard = self.wire.live(shard)
-        full = self.wire.allgather(shard, bucket.lengths, self.name_of(bucket, "allgather"))
+        if codec is None:
+            full = self.wire.allgather(shard, bucket.lengths, name)
+        else:
+            change = self.wire.allgather_packed(shard, bucket.lengths, codec, name)
+            full = self._packed(bucket) + tf.cast(change, bucket.dtype)
+        start = bucket.span(self.rank).start
+        for piece, value, span in zip(pieces, values, spans, strict=True):
+            own = span if codec is not None else span.shift(-start)
+            piece.leave_over(value, buffers.cut(full if codec is not None else shard, own))
         return assembly.add(bucket, full)
+
+    def _packed(self, bucket: Bucket) -> Any:
+        """The bucket as the model's variables are now."""
+        flats = {s.param: arrays.flatten(self.natives[s.param]) for s in bucket.slots}
+        return buffers.pack(bucket, flats, tf.as_dtype(bucket.dtype))
 
 
 def specs_of(variables: Sequence[Any], tables: Collection[int]) -> list[ParamSpec]:

@@ -26,6 +26,10 @@ class Home(Protocol):
 
     wire: Wire
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether backward calls any layer again."""
+
     def bucket_of(self, variable: Any) -> Any:
         """The `UnitBucket` that the variable lies in."""
 

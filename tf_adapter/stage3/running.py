@@ -16,19 +16,19 @@ import tensorflow as tf
 
 from zerohvd.errors import ZeroError
 from zerohvd.keras import compat
-from zerohvd.keras.communication.ordering import after
+from zerohvd.keras.communication.recurring import recurring
 from zerohvd.keras.stage3.repeatable import check_repeatable
 from zerohvd.keras.stage3.storage import UnitBucket
 
-Reduce = Callable[[UnitBucket, Sequence[Any]], list[Any]]
-Gather = Callable[[UnitBucket, Sequence[Any], Sequence[Any], str], list[Any]]
+Reduce = Callable[[UnitBucket, Any], list[Any]]
+Gather = Callable[[UnitBucket, Sequence[Any], Sequence[Any], str], Any]
 
 
 class Collecting(NamedTuple):
     """How the buckets of a call are gathered and reduced."""
 
-    gather: Gather  # (bucket, pieces, what to wait for, "forward" or "backward")
-    reduce: Reduce  # (bucket, gradients of whole variables)
+    gather: Gather  # (bucket, pieces, what to wait for, "forward" or "backward"): 1-D
+    reduce: Reduce  # (bucket, packed gradients)
     connected: Callable[[Any], None]  # told of every variable that has a gradient
     recorded: Callable[[], contextlib.AbstractContextManager[None]]  # what moves inside
 
@@ -39,7 +39,7 @@ def gathered_with_gradient(bucket: UnitBucket, how: Collecting, wait_for: Sequen
     @tf.custom_gradient
     def gather(*pieces: Any) -> Any:
         with compat.stop_recording():
-            full = how.gather(bucket, pieces, wait_for, "forward")
+            full = bucket.split(how.gather(bucket, pieces, wait_for, "forward"))
 
         def backward(*grads: Any) -> Any:
             return _reduced_once(bucket, how, [tf.convert_to_tensor(g) for g in grads])
@@ -59,7 +59,7 @@ def _reduced_once(bucket: UnitBucket, how: Collecting, grads: Sequence[Any]) -> 
     @tf.custom_gradient
     def reduce(*given: Any) -> Any:
         with compat.stop_recording():
-            reduced = how.reduce(bucket, given)
+            reduced = how.reduce(bucket, bucket.pack_gradients(given))
 
         def backward(*_: Any) -> Any:
             raise ZeroError(
@@ -231,11 +231,13 @@ class Recomputed:
         return given[:n], given[n : n + m], given[n + m :]
 
     def _gather(self, pieces: Sequence[Any], wait_for: Sequence[Any], when: str) -> list[Any]:
-        full: list[Any] = []
-        for bucket in self._buckets:
-            mine = pieces[len(full) : len(full) + len(bucket.variables)]
-            full += self._how.gather(bucket, mine, wait_for, when)
-        return full
+        """Whole buckets, 1-D."""
+        parts = self._by_bucket(pieces)
+        return [self._how.gather(bucket, mine, wait_for, when) for bucket, mine in parts]
+
+    def _split_buckets(self, flats: Sequence[Any]) -> list[Any]:
+        """Whole variables, in whole buckets."""
+        return [v for b, flat in zip(self._buckets, flats, strict=True) for v in b.split(flat)]
 
     def _mapping(self, full: Sequence[Any], values: Sequence[Any]) -> list[tuple[Any, Any]]:
         sharded = [v for b in self._buckets for v in b.variables]
@@ -246,7 +248,7 @@ class Recomputed:
 
     def _forward(self, arguments: _Arguments, given: Sequence[Any]) -> list[Any]:
         tensors, values, pieces = self._split(arguments, given)
-        full = self._gather(pieces, tensors, "forward")
+        full = self._split_buckets(self._gather(pieces, tensors, "forward"))
         mapping = [*self._mapping(full, values), *zip(self._states, self._before, strict=True)]
         with _scope(mapping) as scope:
             args, kwargs = arguments.packed(tensors)
@@ -271,19 +273,51 @@ class Recomputed:
         self, arguments: _Arguments, given: Sequence[Any], grads: Any, variables: list[Any]
     ) -> list[Any]:
         """The gradients of `given`, and of variables that belong to no unit."""
-        if compat.is_recorded([*(g for g in grads if g is not None), *given]):
+        present = [tf.convert_to_tensor(g) for g in grads if g is not None]
+        if compat.is_recorded([*present, *given]):
             raise ZeroError(
                 f"a tape records the backward pass of {self._name!r}: gradients of gradients, such "
                 "as a gradient penalty, need recompute=False in zeroify. (A persistent tape must "
                 "be left before tape.gradient is called.)"
             )
-        with after([g for g in grads if g is not None]):
-            # Or TensorFlow would recompute at once, while the forward pass is still running.
-            tensors, values, pieces = self._split(arguments, given)
-            tensors = [tf.identity(t) for t in tensors]
-            values = [tf.identity(t) for t in values]
-            states = [tf.identity(t) for t in self._before]
-        full = self._gather(pieces, [g for g in grads if g is not None], "backward")
+        tensors, values, pieces = self._split(arguments, given)
+        flats = self._gather(pieces, present, "backward")
+        groups = (tensors, values, self._before, flats, present)
+        found: list[Any] = []  # gradients, as the function below has them
+
+        def body(*everything: Any) -> Any:
+            rest = iter(everything)
+            mine = [[next(rest) for _ in group] for group in groups]
+            found[:] = self._gradients(arguments, mine, [g is not None for g in grads], variables)
+            return [t for t in tf.nest.flatten(found, expand_composites=True) if t is not None]
+
+        with compat.unchanged(self._layer):
+            made = iter(recurring(body, [t for group in groups for t in group]))
+        leaves = tf.nest.flatten(found, expand_composites=True)
+        leaves = [t if t is None else next(made) for t in leaves]
+        results = tf.nest.pack_sequence_as(found, leaves, expand_composites=True)
+        inner, full, own = results
+        # Packed out here: inside, the whole buckets would still be held.
+        return [*inner, *self._reduce(full), *own]
+
+    def _gradients(
+        self,
+        arguments: _Arguments,
+        inputs: Sequence[Sequence[Any]],
+        present: Sequence[bool],
+        variables: Sequence[Any],
+    ) -> list[Any]:
+        """Call the layer again. Returns three lists: the gradients of arguments and values, those
+        of the unit's variables, 1-D, and those of `variables`.
+
+        Args:
+            inputs: Arguments, values, states, whole buckets, and gradients of the results.
+            present: Which of the results have a gradient.
+        """
+        tensors, values, states, flats, given = inputs
+        # A tensor may be given twice, and each place has a gradient of its own.
+        tensors, values = [tf.identity(t) for t in tensors], [tf.identity(t) for t in values]
+        full = self._split_buckets(flats)
         shards = [v for b in self._buckets for v in b.variables]
         wanted = [x for v, x in zip(shards, full, strict=True) if v.trainable]
         sources = [t for t in (*tensors, *values) if t.dtype.is_floating or t.dtype.is_complex]
@@ -293,10 +327,8 @@ class Recomputed:
             with _scope(mapping) as scope, compat.in_call_state(self._state):
                 args, kwargs = arguments.packed(tensors)
                 made = _Results(self._call(*args, **kwargs), scope.losses)
-        pairs = [
-            (y, g) for y, g in zip(made.tensors, grads, strict=True)
-            if g is not None and y.dtype.is_floating
-        ]
+        results = [y for y, there in zip(made.tensors, present, strict=True) if there]
+        pairs = [(y, g) for y, g in zip(results, given, strict=True) if y.dtype.is_floating]
         found = tape.gradient(
             [y for y, _ in pairs],
             [*sources, *wanted, *variables],
@@ -305,21 +337,34 @@ class Recomputed:
         by_id = {id(t): g for t, g in zip([*sources, *wanted], found, strict=False)}
         own = found[len(sources) + len(wanted) :]
         inner = [by_id.get(id(t)) for t in (*tensors, *values)]
-        return [*inner, *self._reduce([by_id.get(id(x)) for x in full]), *own]
+        return [inner, self._flatten([by_id.get(id(x)) for x in full]), list(own)]
+
+    def _flatten(self, grads: Sequence[Any]) -> list[Any]:
+        """Gradients of the unit's variables, 1-D."""
+        flats: list[Any] = []
+        for bucket, mine in self._by_bucket(grads):
+            for variable, grad in zip(bucket.variables, mine, strict=True):
+                if grad is not None:
+                    self._how.connected(variable)
+            flats += bucket.flatten_gradients(mine)
+        return flats
 
     def _reduce(self, grads: Sequence[Any]) -> list[Any]:
         """This rank's parts of the gradients of the unit's variables."""
         reduced: list[Any] = []
-        for bucket in self._buckets:
-            mine = grads[len(reduced) : len(reduced) + len(bucket.variables)]
-            for variable, grad in zip(bucket.variables, mine, strict=True):
-                if grad is not None:
-                    self._how.connected(variable)
+        for bucket, mine in self._by_bucket(grads):
             if any(v.trainable for v in bucket.variables):
-                reduced += self._how.reduce(bucket, mine)
+                reduced += self._how.reduce(bucket, bucket.pack_gradients(mine))
             else:
                 reduced += [None] * len(mine)
         return reduced
+
+    def _by_bucket(self, values: Sequence[Any]) -> Iterator[tuple[UnitBucket, Sequence[Any]]]:
+        start = 0
+        for bucket in self._buckets:
+            stop = start + len(bucket.variables)
+            yield bucket, values[start:stop]
+            start = stop
 
 
 def _is_float(variable: Any) -> bool:

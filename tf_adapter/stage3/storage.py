@@ -18,6 +18,8 @@ from zerohvd.keras.stage3.initial.drawing import BLOCK, Recipe
 from zerohvd.keras.stage3.placeholder import Home, Shard, hide
 from zerohvd.layout import Bucket, Layout, Span
 
+# Of a table, the part that the temporaries of its updates take.
+_FOR_UPDATES = 4
 # Elements that are broadcast at once when first values are given out.
 _BROADCAST = 1 << 22
 
@@ -173,35 +175,59 @@ class UnitBucket:
 
     def gather(self, pieces: Sequence[Any], name: str, wait_for: Sequence[Any]) -> list[Any]:
         """The whole variables, from all ranks' pieces; it starts after `wait_for`."""
+        return self.split(self.gather_flat(pieces, name, wait_for))
+
+    def gather_flat(
+        self, pieces: Sequence[Any], name: str, wait_for: Sequence[Any], *, packed: bool = False
+    ) -> Any:
+        """The whole bucket, 1-D, from all ranks' pieces; it starts after `wait_for`.
+
+        Args:
+            packed: For a pass: rounded, if that is the policy.
+        """
+        held = [(p, span) for p, span in zip(pieces, self._held, strict=True) if span.length]
         with after(wait_for):
-            held = [
-                (tf.identity(piece), span)
-                for piece, span in zip(pieces, self._held, strict=True)
-                if span.length
-            ]
+            if len(held) == 1:  # several are joined by an operation that waits
+                held = [(tf.identity(held[0][0]), held[0][1])]
             values, spans = [p for p, _ in held], [s for _, s in held]
             shard = buffers.pack_shard(self.bucket, self._rank, values, spans)
             if not held:
                 shard = self._wire.live(shard)
-        full = self._wire.allgather(shard, self.bucket.lengths, self.op_name(name))
+        lengths, codec = self.bucket.lengths, self._wire.codec
+        if packed and codec is not None:
+            full = self._wire.allgather_packed(shard, lengths, codec, self.op_name(name))
+            return tf.cast(full, self.bucket.dtype)
+        return self._wire.allgather(shard, lengths, self.op_name(name))
+
+    def split(self, full: Any) -> list[Any]:
+        """The whole variables in a whole bucket."""
         return [
             arrays.reshape(buffers.cut(full, slot.span), variable.shape)
             for slot, variable in zip(self.bucket.slots, self.variables, strict=True)
         ]
 
-    def reduce(
-        self, grads: Sequence[Any], name: str, weigh: Callable[[Any], Any], wait_for: Sequence[Any]
-    ) -> list[Any]:
-        """This rank's parts of the sum over the ranks of the variables' gradients."""
+    def flatten_gradients(self, grads: Sequence[Any]) -> list[Any]:
+        """The variables' gradients, 1-D."""
         # TensorFlow may not know the shape of a gradient, as of an einsum on an unknown batch.
-        flats = {
-            slot.param: arrays.reshape(tf.convert_to_tensor(grad), [slot.length])
+        return [
+            None if grad is None else arrays.reshape(tf.convert_to_tensor(grad), [slot.length])
             for slot, grad in zip(self.bucket.slots, grads, strict=True)
-            if grad is not None
-        }
-        packed = weigh(buffers.pack(self.bucket, flats, self._dtype))
+        ]
+
+    def pack_gradients(self, grads: Sequence[Any]) -> Any:
+        """The variables' gradients as one 1-D tensor; None: zeros."""
+        found = zip(self.bucket.slots, self.flatten_gradients(grads), strict=True)
+        flats = {slot.param: grad for slot, grad in found if grad is not None}
+        packed = buffers.pack(self.bucket, flats, self._dtype)
+        return packed if flats else self._wire.live(packed)
+
+    def reduce(
+        self, packed: Any, name: str, weigh: Callable[[Any], Any], wait_for: Sequence[Any]
+    ) -> list[Any]:
+        """This rank's parts of the sum over the ranks of packed gradients."""
+        packed = weigh(packed)
         with after(wait_for):
-            packed = tf.identity(packed) if flats else self._wire.live(packed)
+            packed = tf.identity(packed)
         reduced = self._wire.reducescatter(packed, self.bucket.lengths, self.op_name(name))
         # A rank that owns nothing here would prune it, and the others wait.
         self._wire.keep(reduced)
@@ -225,7 +251,11 @@ def _drawn(recipe: Recipe | None, span: Span, width: int, name: str) -> tf.Varia
     stops = [*range(span.start + block, span.stop, block), span.stop]
     blocks = [Span(a, b) for a, b in zip([span.start, *stops], stops, strict=False)]
     if not width:
-            return tf.Variable(tf.concat([recipe.draw(b) for b in blocks], 0), name=name)
+        return tf.Variable(tf.concat([recipe.draw(b) for b in blocks], 0), name=name)
+    # With oneDNN, TensorFlow takes memory in regions, each twice as large as the one before, and
+    # gives none back. Updates of a table are made in parts: what they take gets its region now, as
+    # behind the table and the optimizer's state it would be one as large as both.
+    tf.raw_ops.Empty(shape=[span.length // _FOR_UPDATES], dtype=recipe.dtype)
     piece = tf.Variable(tf.zeros([span.length // width, width], recipe.dtype), name=name)
     for b in blocks if span.length else ():
         rows = tf.range((b.start - span.start) // width, (b.stop - span.start) // width)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ import tensorflow as tf
 from zerohvd.errors import ZeroError
 from zerohvd.keras import compat
 from zerohvd.keras.communication.ordering import after
+from zerohvd.keras.communication.recurring import kept_in_graph
 from zerohvd.keras.communication.wire import Wire
 from zerohvd.keras.params.pieces import shard_of
 from zerohvd.keras.stage3.rows import RowTable
@@ -91,8 +91,6 @@ class Units:
         self.first_operation: FirstOperation | None = None
         self._pass: Pass | None = None
         self._bucket_of: dict[int, tuple[Unit, UnitBucket]] = {}
-        # Per graph, what the last unit gave: the next one is gathered after it.
-        self._last: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
         self._calls: list[tuple[Any, Any]] = []
         self._asking: int | None = None  # this rank, while it may read and the others help
         self._asked: tuple[int, list[Any]] | None = None  # the last bucket that it asked for
@@ -117,6 +115,11 @@ class Units:
         gathered = [unit for unit in self.all if unit.table is None]
         root, *others = [sum(b.nbytes for b in unit.buckets) for unit in gathered]
         return 0 if self.is_alone() else root + sum(sorted(others)[-2:])
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether backward calls any unit again."""
+        return any(unit.recompute for unit in self.all)
 
     def install(self) -> None:
         """Have the layers of units gather when they are called."""
@@ -240,8 +243,9 @@ class Units:
     # -- order ------------------------------------------------------------------------------------
 
     def _last_of(self) -> list[Any]:
-        graph = current_graph()
-        return [] if graph is None else self._last.get(graph, [])
+        """What the last unit gave in this graph: the next one is gathered after it."""
+        known = {} if tf.executing_eagerly() else kept_in_graph("last")
+        return list(known.get(id(self), []))
 
     def _note_last(self, result: Any) -> None:
         """The next gather waits for this: as few units as possible are gathered at a time, and no
@@ -251,7 +255,7 @@ class Units:
             leaves = tf.nest.flatten(result, expand_composites=True)
             tensors = [t for t in leaves if _is_in(t, graph)]
             if tensors:
-                self._last[graph] = tensors
+                kept_in_graph("last")[id(self)] = tensors
 
     def _note_first(self, kind: str, name: str) -> None:
         if self.first_operation is None:
@@ -260,18 +264,19 @@ class Units:
     def _collecting(self, unit: Unit, use: int | str) -> Collecting:
         prefix = f"{self.wire.prefix}/u{unit.number}.{use}"
 
-        def gather(bucket: UnitBucket, pieces: Any, wait_for: Any, when: str) -> list[Any]:
+        def gather(bucket: UnitBucket, pieces: Any, wait_for: Any, when: str) -> Any:
             name = f"{prefix}/{when}{bucket.bucket.index}"
             self._note_first("Allgather", bucket.op_name(name))
             with self.wire.recorded_by(self.moved):
-                full = bucket.gather(pieces, name, [*wait_for, *self._last_of()])
+                waits = [*wait_for, *self._last_of()]
+                full = bucket.gather_flat(pieces, name, waits, packed=True)
             self._note_last(full)
             return full
 
-        def reduce(bucket: UnitBucket, grads: Any) -> list[Any]:
+        def reduce(bucket: UnitBucket, packed: Any) -> list[Any]:
             name = f"{prefix}/reduce{bucket.bucket.index}"
             with compat.stop_recording(), self.wire.recorded_by(self.moved):
-                found = bucket.reduce(grads, name, self.weigh, self._last_of())
+                found = bucket.reduce(packed, name, self.weigh, self._last_of())
             self._note_last(found)
             return found
 
@@ -351,17 +356,18 @@ class Units:
         @tf.custom_gradient
         def loss_of(*pieces: Any) -> Any:
             with compat.stop_recording():
-                loss = regularizer(how.gather(bucket, pieces, [], "forward")[place])
+                full = bucket.split(how.gather(bucket, pieces, [], "forward"))
+                loss = regularizer(full[place])
 
             def backward(grad: Any) -> Any:
                 how.connected(variable)
-                full = how.gather(bucket, pieces, [grad], "backward")[place]
+                full = bucket.split(how.gather(bucket, pieces, [grad], "backward"))[place]
                 with tf.GradientTape(watch_accessed_variables=False) as tape:
                     tape.watch(full)
                     again = regularizer(full)
                 grads: list[Any] = [None] * len(bucket.variables)
                 grads[place] = tape.gradient(again, full, output_gradients=grad)
-                return how.reduce(bucket, grads)
+                return how.reduce(bucket, bucket.pack_gradients(grads))
 
             return loss, backward
 

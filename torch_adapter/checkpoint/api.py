@@ -134,6 +134,8 @@ class TorchTraining:
             opt.gradients.rounds.pause(max(begun))
         if opt.units is not None:
             opt.units.settle()
+        if call is Call.SAVE:
+            opt.settle_rounding()
         return opt.collectives
 
     def snapshot(self) -> TorchSnapshot:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +20,8 @@ from zerohvd.communication.collectives import (
     check_registered,
 )
 from zerohvd.communication.hosts import Grid
-from zerohvd.launchers import check_ranks
+from zerohvd.peers.stalls import Whereabouts, warn
+from zerohvd.rank_count import check_ranks
 from zerohvd.torch import compat
 from zerohvd.torch.communication import arrays, two_steps
 
@@ -34,15 +36,28 @@ class _HorovodHandle:
 
     def wait(self) -> Any:
         """Return what the collective gives; Horovod itself would wait without a limit."""
-        waited = limits.wait(self.done, self._late)
-        with self._collectives.explained(self._name, waited):
+        c = self._collectives
+        waited = 0.0
+        if not self.done():
+            with c.log.waiting(self._name):
+                waited = limits.wait(self.done, self._late, self.warn)
+        with c.explained(self._name, waited):
             result = mpi_ops.synchronize(self._handle)
+        c.whereabouts.ended(self._name)
+        c.log.ended(self._name)
         self._alive = ()
         return result
 
+    def warn(self, waited: float) -> None:
+        """Say what has not come after `waited` seconds, and who is missing."""
+        c = self._collectives
+        warn(c.whereabouts, self._name, c.rank, c.members, c.hosts, waited)
+
     def _late(self, waited: float) -> Exception:
         c = self._collectives
-        return limits.timed_out(c.members[c.rank], c.members, limits.in_words(self._name), waited)
+        missing = c.whereabouts.who_is_missing(self._name, c.members, c.hosts)
+        what = limits.in_words(self._name)
+        return limits.timed_out(c.members[c.rank], c.members, what, waited, missing)
 
     def done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
@@ -84,6 +99,7 @@ class TorchCollectives(HorovodCollectives):
         self._native = native
         self.by_nccl = bool(hvd.nccl_built())  # tensors on GPUs; those of the host never are
         self.process_set_id: int = self._set.process_set_id
+        self.whereabouts = Whereabouts(self.log)
 
     def exchange_start(
         self,
@@ -145,6 +161,25 @@ class TorchCollectives(HorovodCollectives):
     ) -> Handle:
         return self._start(compat.alltoall_start, name, _wire(x), arrays.splits(splits), _wire(out))
 
+    def sum_here_start(
+        self, x: torch.Tensor, lengths: Sequence[int], *, name: str
+    ) -> two_steps.SumHere | None:
+        """The first step of a reducescatter, where ranks on several hosts make two; else None."""
+        grid = self._grid_of(x)
+        if grid is None:
+            return None
+        moved = sum(grid.scatter[0].splits(lengths)) * x.element_size()
+        self._note(f"{name}/here", "reducescatter", x, moved=moved)
+        return two_steps.sum_here_start(self._alltoall_start, grid, x, lengths, name)
+
+    def swap_start(
+        self, x: torch.Tensor, splits: Sequence[int], out: torch.Tensor, *, name: str
+    ) -> Handle:
+        """The exchange of a reducescatter whose parts are packed: `splits[r]` bytes of `x` go to
+        rank r, none to the own one; what comes fills `out`, in rank order."""
+        self._note(name, "reducescatter", x, moved=x.numel() * x.element_size())
+        return self._alltoall_start(x, splits, out, name)
+
     def gather_start(self, x: torch.Tensor, lengths: Sequence[int], *, name: str) -> Handle:
         """An allgather in place: `x` lies on every rank, and part r of it comes from rank r."""
         parts = x.split(list(lengths))
@@ -201,6 +236,8 @@ class TorchCollectives(HorovodCollectives):
     ) -> _HorovodHandle:
         with self.explained(name):
             started = start(x, *args, name=name, process_set=self._set, **how)
+        # Not the handle: that keeps tensors alive.
+        self.whereabouts.started(name, functools.partial(compat.is_done, started))
         return _HorovodHandle(self, name, started, x)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,6 +48,34 @@ class TwoSteps:
             self._now = begun
 
 
+class SumHere(NamedTuple):
+    """The first step of a reducescatter, under way."""
+
+    column: Sequence[int]  # the ranks whose parts are added up here, ascending
+    handle: Handle
+    total: Callable[[], torch.Tensor]  # these parts, 1-D; to be called once, after the handle
+
+
+def sum_here_start(
+    alltoall: StartAlltoall, grid: Grid, x: torch.Tensor, lengths: Sequence[int], name: str
+) -> SumHere:
+    """Add up inside this host what ranks in the same place of all hosts need, in float32 or
+    better."""
+    parts, here = x.split(list(lengths)), grid.scatter[0]
+    memory = [x.new_empty(_total(here.received(), lengths))]
+    handle = alltoall(_packed(parts, here), here.splits(lengths), memory[0], f"{name}/here")
+
+    def total() -> torch.Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        found = torch.cat([parts[p] for p in grid.column]).to(wide)
+        received = memory.pop()
+        for piece in received.split(found.numel()) if found.numel() else ():
+            found += piece
+        return found
+
+    return SumHere(grid.column, handle, total)
+
+
 def scatter_start(
     alltoall: StartAlltoall,
     grid: Grid,
@@ -63,30 +91,21 @@ def scatter_start(
         own: This rank.
         into: Memory that may receive what comes from one other host.
     """
-    parts = x.split(list(lengths))
-    here, across = grid.scatter
-    received = x.new_empty(_total(here.received(), lengths))
-    first = alltoall(_packed(parts, here), here.splits(lengths), received, f"{name}/here")
+    across = grid.scatter[1]
+    here = sum_here_start(alltoall, grid, x, lengths, name)
     sums = x.new_empty(_total(grid.column, lengths))  # over this host, of the column's parts
     by_owner = dict(zip(grid.column, sums.split([lengths[p] for p in grid.column]), strict=True))
     length = _total(across.received(), lengths)
     scratch = x.new_empty(length) if into is None or into.numel() != length else into
 
     def go_on() -> Handle:
-        nonlocal received
-        # In float32 or better, and rounded once to what travels.
-        wide = torch.promote_types(x.dtype, torch.float32)
-        total = torch.cat([parts[p] for p in grid.column]).to(wide)
-        for piece in received.split(sums.numel()) if sums.numel() else ():
-            total += piece
-        sums.copy_(total)
-        received = sums
+        sums.copy_(here.total())  # rounded once to what travels
         sent = torch.cat([by_owner[p] for p in across.sent()])
         return alltoall(sent, across.splits(lengths), scratch, f"{name}/across")
 
     come = scratch.split(lengths[own]) if lengths[own] else [scratch] * len(across.receives)
     found = {own: by_owner[own], **dict(zip(across.receives, come, strict=True))}
-    handle = TwoSteps(first, go_on, lambda: None)
+    handle = TwoSteps(here.handle, go_on, lambda: None)
     return handle, [found[rank] for rank in sorted(found)], scratch
 
 

@@ -27,6 +27,9 @@ class Gradients(GradientStep[Section]):
     Attributes:
         sentinel: What GradScaler sees of a rank whose pieces have no gradient: one element that
             never changes.
+        norm_seen: Of the gradients of the latest step before they were clipped; None: nobody has
+            asked.
+        replicated: Every rank has all reduced gradients.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Gradients(GradientStep[Section]):
             synchronize: Waits for the reduction, when a user looks at gradients before.
         """
         self._stage, self._replicated = stage, stage == 0
+        self.norm_seen: float | None = None
         self._synchronize = synchronize
         self._hooks: list[GradHooks] = []
         self.sentinel = torch.nn.Parameter(torch.zeros(1, device="cpu"))
@@ -61,6 +65,15 @@ class Gradients(GradientStep[Section]):
             before_rest=before_rest,
         )
         weighting.tell(self.weight_was_announced)
+
+    @property
+    def replicated(self) -> bool:
+        return self._replicated
+
+    def begin(self) -> None:
+        if not self.begun:
+            self.norm_seen = None
+        super().begin()
 
     def add(self, section: Section) -> None:
         """Take the gradients of more parameters."""
@@ -155,7 +168,21 @@ class Gradients(GradientStep[Section]):
     def norm(self, p: float) -> float:
         """The p-norm of the reduced gradients of all ranks together."""
         norms = [torch.linalg.vector_norm(g, p, dtype=_wide(g)) for g in self._reduced()]
-        return self.joint_norm([n.item() for n in norms], p, replicated=self._replicated)
+        found = self.joint_norm([n.item() for n in norms], p, replicated=self._replicated)
+        self._note_norm(found, p)
+        return found
+
+    def _note_norm(self, norm: float, p: float) -> None:
+        if p == 2.0 and self.norm_seen is None:
+            self.norm_seen = norm
+
+    def square(self) -> float | None:
+        """The sum of the squares of this rank's gradients; None: it has dropped them."""
+        shards = [g for s in self.sections for g in s.reducer.shards]
+        if shards and all(g is None for g in shards):
+            return None
+        norms = [torch.linalg.vector_norm(g, dtype=_wide(g)) for g in shards if g is not None]
+        return math.fsum(n.item() ** 2 for n in norms)
 
     def norm_of_shards(self, p: float) -> float:
         """The same, also when the gradients have been applied and not been dropped."""
@@ -229,6 +256,7 @@ class Gradients(GradientStep[Section]):
                     found.append((start + owned.piece.param, norm))
         local = [(index, norm.item()) for index, norm in found]
         norms = self.joint_norms(local, starts[-1], p, replicated=self._replicated)
+        self._note_norm(math.sqrt(math.fsum(n * n for n in norms)), p)
         return [norms[a:b] for a, b in itertools.pairwise(starts)]
 
     def agree_on_overflow(self) -> bool:
@@ -242,12 +270,19 @@ class Gradients(GradientStep[Section]):
             grads = list(self._reduced())
             finite = all(bool(torch.isfinite(g.sum()) or torch.isfinite(g).all()) for g in grads)
             self._overflow = bool(self.agree(0.0 if finite else 1.0, "max", "overflow"))
+            if self._overflow:
+                self.forget_errors()  # what has travelled of them is not going to be applied
             if self._overflow and finite:
                 self._norms.clear()
                 for grad in [*grads, self.sentinel.grad]:
                     assert grad is not None
                     grad.view(-1)[:1] = math.inf
         return self._overflow
+
+    def forget_errors(self) -> None:
+        """Drop what has not travelled of the gradients of earlier steps."""
+        for section in self.sections:
+            section.reducer.forget_errors()
 
     # -- the end of a step -------------------------------------------------------------------------
 
@@ -257,10 +292,13 @@ class Gradients(GradientStep[Section]):
             section.local.end()
         super().end()
 
-    def end_skipped(self) -> None:
-        """`end`, if the ranks have agreed on an overflow and not applied the gradients."""
-        if self.synchronized and self._overflow:
+    def end_skipped(self) -> bool:
+        """`end`, if the ranks have agreed on an overflow and not applied the gradients; return
+        whether they have."""
+        skipped = self.synchronized and bool(self._overflow)
+        if skipped:
             self.end()
+        return skipped
 
     def drop_all(self) -> None:
         """Forget every gradient, reduced or not."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 
 import torch
 
 from zerohvd.communication.collectives import Handle
+from zerohvd.compression.policies import Plain
 from zerohvd.layout import Bucket, Layout
 from zerohvd.numerics import DivideFactors
 from zerohvd.torch.communication import arrays
 from zerohvd.torch.communication.collectives import Exchange, LocalCollectives, TorchCollectives
+from zerohvd.torch.communication.compression import Wires
 from zerohvd.torch.gradients.local import LocalGrads
+from zerohvd.torch.gradients.packing import GradPacking, PackedExchange
 from zerohvd.torch.gradients.shard_buffers import ShardBuffers
 from zerohvd.torch.params.buffers import view_in, zero_padding
 from zerohvd.training.in_flight import InFlight
@@ -32,7 +36,7 @@ _CACHED = 1 << 17
 class _Pending:
     bucket: int
     sent: torch.Tensor  # the whole local gradient
-    exchange: Exchange
+    exchange: Exchange | PackedExchange
 
     @property
     def handle(self) -> Handle:
@@ -58,7 +62,7 @@ class GradReducer(InFlight[_Pending]):
         *,
         stage: int,
         prefix: str,
-        wire: torch.dtype | None,
+        wires: Wires,
         shard_dtypes: Sequence[torch.dtype],
         factors: DivideFactors,
     ) -> None:
@@ -68,11 +72,14 @@ class GradReducer(InFlight[_Pending]):
         self._collectives = collectives
         self._stage = stage
         self._rank = collectives.rank if layout.size > 1 else 0
-        self._wire = wire
+        self._wire = wires.dtype
         self._shard_dtypes = shard_dtypes
         self._factors = factors
         self._names = [layout.op_name(prefix, b.index, "reducescatter") for b in layout.buckets]
         self._lengths = [b.lengths for b in layout.buckets]
+        self.packing: GradPacking | None = None  # None: gradients travel as numbers
+        if not isinstance(wires.grads, Plain) and isinstance(collectives, TorchCollectives):
+            self.packing = GradPacking(wires.grads, self._lengths, collectives)
         # The gradient of such a parameter is its buckets: nothing has to be copied.
         self._exact = [
             all(layout.buckets[b].padded == slot.length for b, slot in slots)
@@ -128,8 +135,11 @@ class GradReducer(InFlight[_Pending]):
         source = self._source(bucket)
         sent = self._weighed(source)
         name = self._names[b]
+        exchange: Exchange | PackedExchange
         if self._stage == 0:
             exchange = self._allreduce(sent, name)
+        elif self.packing is not None:
+            exchange = self.packing.start(b, sent, name, weighted=self.weight is not None)
         else:
             into = None
             if self.shards[b] is None and self._stage >= 2 and not self._keeps_received:
@@ -191,7 +201,13 @@ class GradReducer(InFlight[_Pending]):
 
     def scratch(self) -> list[torch.Tensor]:
         """Every tensor held here that holds no gradients: memory of exchanges, idle buffers."""
-        return [*(p.exchange.scratch for p in self.pending), *self._buffers.tensors]
+        waiting = [] if self.packing is None else self.packing.tensors()
+        return [*(p.exchange.scratch for p in self.pending), *self._buffers.tensors, *waiting]
+
+    def forget_errors(self) -> None:
+        """Drop what has not travelled of the gradients of earlier steps."""
+        if self.packing is not None:
+            self.packing.forget()
 
     def _allreduce(self, sent: torch.Tensor, name: str) -> Exchange:
         if sent.dtype == torch.bfloat16 and self._collectives.size > 1:
@@ -256,13 +272,20 @@ class GradReducer(InFlight[_Pending]):
             span = bucket.span(self._rank)
             self.shards[b] = source[span.start : span.stop]
 
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        return self._collectives.log.waiting(self._names[self.pending[0].bucket])
+
     def complete(self, pending: _Pending) -> None:
         pending.exchange.handle.wait()
         b = pending.bucket
         shard = self.shards[b]
         if shard is None:
             shard = self.shards[b] = self._new_shard(b, pending.exchange.scratch)
-        _combine(shard, pending.exchange.parts, self._factors.after, add=self._fresh[b])
+        scale, add = self._factors.after, self._fresh[b]
+        if isinstance(pending.exchange, PackedExchange):
+            pending.exchange.add_up(shard, scale, add=add)
+        else:
+            _combine(shard, pending.exchange.parts, scale, add=add)
         self._fresh[b] = True
 
     def _new_shard(self, b: int, scratch: torch.Tensor) -> torch.Tensor:

@@ -10,12 +10,14 @@ import torch
 
 from zerohvd.communication.agreement import check_agreement
 from zerohvd.communication.collectives import Handle
+from zerohvd.compression.codecs import Codec, codec_of
 from zerohvd.config import ZeroConfig
 from zerohvd.layout import Layout, ParamSpec, Piece, build_layout
 from zerohvd.numerics import DivideFactors, master_dtype
 from zerohvd.schedule import Schedule
-from zerohvd.torch.communication import arrays
+from zerohvd.torch.communication import arrays, packing
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
+from zerohvd.torch.communication.compression import Wires
 from zerohvd.torch.gradients.local import LocalGrads
 from zerohvd.torch.gradients.reducer import PARTS_PER_BUCKET, GradReducer
 from zerohvd.torch.gradients.stand_in import make_share
@@ -72,7 +74,7 @@ class Section:
         config: ZeroConfig,
         *,
         prefix: str,
-        wire: torch.dtype | None,
+        wires: Wires,
         factors: DivideFactors,
         settings: dict[str, Any],
         memory: MakeMemory | None = None,
@@ -96,7 +98,14 @@ class Section:
         self._names = [self.layout.op_name(prefix, b, "allgather") for b in self.buckets]
         self._lengths = [b.lengths for b in self.layout.buckets]
         self.flat: ParamMemory = (memory or FlatParams)(self.layout, self.params)
+        travels = self.flat.replicated and self.layout.size > 1
+        self._codec = codec_of(wires.params) if travels else None
         self.masters = self._make_masters(config, master or _in_place)
+        # What all ranks have of this rank's parameters, if they travel packed: rounding keeps it
+        # apart from the masters, and what the user writes has to be told from that.
+        self._known: list[torch.Tensor] = []
+        if self._codec is not None:
+            self._known = [self.param_shard(b).clone() for b in self.buckets]
         self.owned = [self._own(piece) for piece in self.layout.pieces(self.rank)]
         self.schedule = Schedule(self.layout)
         self.local = LocalGrads(self.params)
@@ -107,7 +116,7 @@ class Section:
             collectives,
             stage=config.stage,
             prefix=prefix,
-            wire=wire,
+            wires=wires,
             shard_dtypes=[
                 f.dtype if m is None else m.dtype
                 for f, m in zip(self.flat.flats, self.masters, strict=True)
@@ -120,7 +129,11 @@ class Section:
         masters: list[torch.Tensor | None] = []
         for b, flat in enumerate(self.flat.flats):
             name = master_dtype(arrays.dtype_name(flat), config.master_dtype)
-            masters.append(make(self.param_shard(b), arrays.dtype_of(name)))
+            shard, dtype = self.param_shard(b), arrays.dtype_of(name)
+            master = make(shard, dtype)
+            if master is None and self._codec is not None:
+                master = shard.to(dtype, copy=True)
+            masters.append(master)
         return masters
 
     def param_shard(self, b: int) -> torch.Tensor:
@@ -197,20 +210,58 @@ class Section:
         """The parameters that hold a gradient which the reducer has not taken."""
         return self.local.present()
 
-    def gather_start(self, buckets: range) -> list[Handle]:
+    def gather_start(self, buckets: range, *, exactly: bool = False) -> list[Handle]:
         """Publish the updated shards: when all handles have been waited for, the parameters of
-        every rank are current. Those of a unit travel when it is needed next."""
-        under_way = []
+        every rank are current. Those of a unit travel when it is needed next.
+
+        Args:
+            exactly: Not packed, whatever the policy is.
+        """
+        under_way: list[Handle] = []
         for b in buckets:
+            if self._codec is not None and not exactly:
+                under_way.append(self._gather_change(b, self._codec))
+                continue
             flat, master = self.flat.flats[b], self.masters[b]
             if master is not None:
                 # In the order of the stream: before the allgather, and before the next gradients
                 # come to the host, for which the update of this memory waits.
                 self.param_shard(b).copy_(master, non_blocking=master.is_pinned())
+            if self._known:
+                self._known[b].copy_(self.param_shard(b))
             if self.layout.size > 1 and self.flat.replicated:
                 handle = self._collectives.gather_start(flat, self._lengths[b], name=self._names[b])
                 under_way.append(handle)
         return under_way
+
+    def _gather_change(self, b: int, codec: Codec) -> Handle:
+        """Publish by how much the masters differ from what all ranks have: that packs better than
+        the values, and what rounding leaves over travels in the next step."""
+        master = self.masters[b]
+        assert master is not None
+        own, flat = self.param_shard(b), self.flat.flats[b]
+        handle = packing.gather_start(
+            self._collectives,
+            codec,
+            master.to(own.device) - own,
+            flat,
+            self._lengths[b],
+            name=self._names[b],
+            add=True,
+        )
+        return packing.Then(handle, lambda: self._note_known(b))
+
+    def _note_known(self, b: int) -> None:
+        self._known[b].copy_(self.param_shard(b))
+
+    @property
+    def rounds(self) -> bool:
+        """Whether parameters travel packed, and differ from the masters by what rounding left."""
+        return self._codec is not None
+
+    def copies(self) -> list[torch.Tensor]:
+        """What is held of this rank's parameters besides the parameters."""
+        return [*(m for m in self.masters if m is not None), *self._known]
 
     def refresh_masters(self, buckets: range) -> None:
         """Take over what has been written into 16-bit parameters since the last step.
@@ -225,9 +276,12 @@ class Section:
             own = self.param_shard(b)
             if own.device != master.device:
                 own = own.to(master.device)
-            differs = master.to(own.dtype) != own
+            known = self._known[b].to(own.device) if self._known else master.to(own.dtype)
+            differs = known != own
             if differs.any():
                 master[differs] = own[differs].to(master.dtype)
+                if self._known:
+                    self._note_known(b)
 
     def drop_unwanted(self) -> None:
         """Take reduced gradients away again where the user has written `param.grad = None`."""

@@ -16,7 +16,7 @@ from zerohvd.config import ZeroConfig
 from zerohvd.errors import WaitTimeoutError
 from zerohvd.torch import compat
 from zerohvd.torch.communication.collectives import TorchCollectives, join
-from zerohvd.torch.communication.compression import Compression, wire_dtype
+from zerohvd.torch.communication.compression import Compression, policy_of, wires_of
 from zerohvd.torch.optimizer.offload import Offload
 from zerohvd.torch.optimizer.partition import choose_partition
 from zerohvd.torch.optimizer.zero_optimizer import MakeUnits, ZeroOptimizer
@@ -38,6 +38,7 @@ def DistributedOptimizer(
     process_set: Any = None,
     *,
     stage: int = 2,
+    param_compression: Any = Compression.none,
     bucket_bytes: int | None = None,
     reduce_dtype: torch.dtype | str | None = None,
     master_dtype: torch.dtype | str | None = None,
@@ -52,7 +53,8 @@ def DistributedOptimizer(
     Args:
         optimizer: The optimizer to wrap; it is changed and must not be used on its own any more.
         named_parameters: `model.named_parameters()`; names in errors, reports and checkpoints.
-        compression: `zero.Compression.none`, `.fp16` or `.bf16`: gradients on the wire.
+        compression: Gradients on the wire: `zero.Compression.none`, `.fp16`, `.bf16`, `.int8`,
+            `.int4`, `.topk(ratio)` or `.randomk(ratio)`.
         backward_passes_per_step: Backward passes before each `step()`.
         op: `hvd.Average` or `hvd.Sum`.
         gradient_predivide_factor: Divide by this before the sum, and by the rest after it.
@@ -62,6 +64,8 @@ def DistributedOptimizer(
         process_set: Shard inside these ranks; the others train on their own.
         stage: 0: plain data parallelism; 1: sharded optimizer state; 2: and gradients. For 3,
             sharded parameters, call `zeroify`.
+        param_compression: Parameters on the wire: `zero.Compression.none`, `.fp16`, `.bf16`,
+            `.int8` or `.int4`.
         bucket_bytes: How many bytes travel together.
         reduce_dtype: Gradients travel in this dtype.
         master_dtype: The optimizer updates shards of this dtype; None: float32 for 16-bit
@@ -108,6 +112,8 @@ def DistributedOptimizer(
             master_dtype=_dtype_name(master_dtype),
             grad_clip=grad_clip,
             partition=choose_partition(optimizer, partition),
+            compression=policy_of(compression),
+            param_compression=policy_of(param_compression),
             **options,
         )
     return ZeroOptimizer(
@@ -115,7 +121,7 @@ def DistributedOptimizer(
         named,
         collectives,
         config,
-        wire=wire_dtype(compression, config),
+        wires=wires_of(config),
         average=op == hvd.Average,
         predivide=gradient_predivide_factor,
         passes=passes,

@@ -33,7 +33,11 @@ class GradScaler(torch.amp.GradScaler):
         """`optimizer.step()`, unless a rank has seen an overflow."""
         if not isinstance(optimizer, ZeroOptimizer) or not self.is_enabled():
             return super().step(optimizer, *args, **kwargs)
+        watcher = optimizer.watcher
+        if watcher is not None:
+            watcher.scaled_by(self)
         with optimizer.scaled_by_caller():
             result = super().step(optimizer, *args, **kwargs)
-        optimizer.gradients.end_skipped()
+        if optimizer.gradients.end_skipped() and watcher is not None:
+            watcher.skipped()
         return result

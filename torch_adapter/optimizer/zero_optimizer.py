@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import math
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -15,14 +17,18 @@ from zerohvd.communication.agreement import loaded_by_first_alone
 from zerohvd.communication.instances import agree_on_instance
 from zerohvd.communication.rendezvous import Call, Rendezvous
 from zerohvd.communication.rounds import check_passes
+from zerohvd.compression.codecs import codec_of
+from zerohvd.compression.policies import DROPPED, keeps_errors
 from zerohvd.config import ZeroConfig
 from zerohvd.devices import check_devices
 from zerohvd.errors import NonFiniteError, ShardedStateError
+from zerohvd.monitoring.trace import wanted_trace
 from zerohvd.numerics import check_norm_type, divide_factors
 from zerohvd.torch import compat
 from zerohvd.torch.communication import joining
 from zerohvd.torch.communication.arrays import OWN_DEVICE, device_id
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
+from zerohvd.torch.communication.compression import Wires
 from zerohvd.torch.gradients.owner import Gradients
 from zerohvd.torch.gradients.section import Section
 from zerohvd.torch.gradients.stand_in import WRONG_SCALER
@@ -38,7 +44,22 @@ from zerohvd.torch.stage3.units import Units
 from zerohvd.training.ownership import unless_gone
 from zerohvd.training.step import MustAgree
 
+_log = logging.getLogger("zerohvd")
+
 MakeUnits = Callable[[TorchCollectives | LocalCollectives, str], Units]
+
+
+class Watcher(Protocol):
+    """A Monitor, as far as an optimizer and its scaler know it."""
+
+    def closure_ended(self) -> None:
+        """What `step()` was given to call has computed the loss and its gradients."""
+
+    def scaled_by(self, scaler: Any) -> None:
+        """The scaler is about to call `step()`, or not."""
+
+    def skipped(self) -> None:
+        """It has not: there was an overflow."""
 
 
 class ZeroOptimizer(Resembling, torch.optim.Optimizer):
@@ -66,6 +87,7 @@ class ZeroOptimizer(Resembling, torch.optim.Optimizer):
         offload: Where the inner optimizer's tensors live; None: with the parameters.
         rendezvous: Where ranks compare what they are about to do.
         prefix: Of the names of collectives.
+        watcher: A Monitor; None: there is none.
     """
 
     def __init__(
@@ -75,7 +97,7 @@ class ZeroOptimizer(Resembling, torch.optim.Optimizer):
         collectives: TorchCollectives | LocalCollectives,
         config: ZeroConfig,
         *,
-        wire: torch.dtype | None,
+        wires: Wires,
         average: bool,
         predivide: float,
         passes: int,
@@ -94,10 +116,12 @@ class ZeroOptimizer(Resembling, torch.optim.Optimizer):
         for param in self.named:
             set_collectives(param, collectives)
         self.unsharded: dict[torch.nn.Parameter, dict[str, Any]] = {}
-        self._wire, self._factors = wire, divide_factors(average, collectives.size, predivide)
+        self._wires, self._factors = wires, divide_factors(average, collectives.size, predivide)
         self.prefix = _prefix(collectives)
         _check_devices(collectives, named)
         self.units = None if units is None else units(collectives, self.prefix)
+        if self.units is not None and collectives.size > 1:
+            self.units.codec = codec_of(wires.params)
         waiting = None if self.units is None else self.units.waiting
         self.rendezvous = Rendezvous(collectives, f"{self.prefix}/agree", waiting)
         self._agreed = MustAgree(self.groups, inner, self.units)
@@ -113,6 +137,7 @@ class ZeroOptimizer(Resembling, torch.optim.Optimizer):
             synchronize=unless_gone(self.synchronize),
         )
         self._skip_synchronize = False
+        self.watcher: Watcher | None = None
         self._is_made = False
         self._sharing = self._share()
         # On the first rank: the whole state that was loaded, until all ranks are known to have it.
@@ -125,6 +150,16 @@ class ZeroOptimizer(Resembling, torch.optim.Optimizer):
             joining.note(self.rendezvous, collectives)
         if self.units is not None:
             self.units.on_gather = unless_gone(self.gradients.renew_log)
+        self._trace_if_wanted()
+
+    def _trace_if_wanted(self) -> None:
+        """Write a trace of scripts that have no Monitor: ZEROHVD_TRACE=FOLDER."""
+        c = self.collectives
+        host = c.hosts[c.rank] if isinstance(c, TorchCollectives) and c.hosts else ""
+        trace = wanted_trace(os.environ, c.members[c.rank], host)
+        if trace is not None:
+            c.log.watchers.append(trace)
+            self.register_step_post_hook(trace.step_ended)
 
     def _share(self) -> Sharing | None:
         """Let other ranks ask for this one's part of the state; None: there is nothing to ask."""
@@ -204,7 +239,6 @@ class ZeroOptimizer(Resembling, torch.optim.Optimizer):
         return {
             **self.config.as_dict(),
             "optimizer": type(self.inner).__name__,
-            "compression": str(self._wire),
             "average": self.gradients.average,
             "gradient_predivide_factor": self._factors.before,
             "backward_passes_per_step": self.gradients.rounds.passes,
@@ -240,7 +274,7 @@ class ZeroOptimizer(Resembling, torch.optim.Optimizer):
             self.collectives,
             self.config,
             prefix=f"{self.prefix}/s{len(self.sections)}",
-            wire=self._wire,
+            wires=self._wires,
             factors=self._factors,
             settings=self.settings(),
             memory=memory,
@@ -381,6 +415,8 @@ class ZeroOptimizer(Resembling, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+            if self.watcher is not None:
+                self.watcher.closure_ended()
         if self._skip_synchronize and not self.gradients.synchronized:
             raise RuntimeError(
                 "step() was called under skip_synchronize() without synchronize() before it"
@@ -490,6 +526,14 @@ class ZeroOptimizer(Resembling, torch.optim.Optimizer):
         self.gradients.meet(Call.NORM)
         return self.gradients.norm_of_shards(p)
 
+    def watch(self, watcher: Watcher | None, every: int = 0) -> None:
+        """Let a Monitor know of skipped steps, and let ranks compare whether each has one.
+
+        Args:
+            every: Steps per record.
+        """
+        self.watcher, self._agreed.monitored = watcher, every
+
     # -- for zero.GradScaler -------------------------------------------------------------------
 
     @torch.no_grad()
@@ -575,6 +619,9 @@ class ZeroOptimizer(Resembling, torch.optim.Optimizer):
         often that has happened."""
         self._absorb()
         self._agreed.loads += 1
+        self.gradients.forget_errors()
+        if self.collectives.rank == 0 and keeps_errors(self._wires.grads):
+            _log.info(DROPPED.format(self._wires.grads))
 
     def _absorb(self) -> None:
         if self.offload is not None:
@@ -584,9 +631,20 @@ class ZeroOptimizer(Resembling, torch.optim.Optimizer):
     def publish(self) -> None:
         """Give all ranks the parameters whose shards have been written from outside."""
         for section in self.sections:
-            for handle in section.gather_start(section.buckets):
+            for handle in section.gather_start(section.buckets, exactly=True):
                 handle.wait()
         self._note_written()
+
+    def settle_rounding(self) -> None:
+        """Give all ranks the exact parameters, where these travel packed; all ranks must call it.
+
+        A checkpoint holds one value per parameter: training goes on from that one too.
+        """
+        for section in self.sections:
+            if section.rounds:
+                section.refresh_masters(section.buckets)
+                for handle in section.gather_start(section.buckets, exactly=True):
+                    handle.wait()
 
     def close(self) -> None:
         """Let go of the model's parameters: another optimizer may take them over then.

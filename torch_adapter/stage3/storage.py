@@ -9,8 +9,9 @@ import torch
 
 from zerohvd.communication.agreement import fail_together
 from zerohvd.communication.collectives import Handle
+from zerohvd.compression.codecs import Codec
 from zerohvd.layout import Layout
-from zerohvd.torch.communication import arrays
+from zerohvd.torch.communication import arrays, packing
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
 from zerohvd.torch.communication.star import TorchStar
 from zerohvd.torch.params.buffers import view_in
@@ -88,13 +89,16 @@ class UnitFlats:
         collectives: TorchCollectives | LocalCollectives,
         prefix: str,
         fill: Fill,
+        codec: Codec | None = None,
     ) -> None:
         """
         Args:
             fill: Writes the first values of a parameter into memory; called on the first rank,
                 whose values every rank gets.
+            codec: Packs the parameters when they are gathered; None: nothing does.
         """
         self.layout = layout
+        self._codec = codec
         self._rank = rank
         self._collectives = collectives
         self._prefix = prefix
@@ -172,11 +176,32 @@ class UnitFlats:
     def gather_start(self) -> list[Handle]:
         """Start the allgather of all buckets. Wait for the handles before `show`."""
         self.allocate()
+        return self._gather_start(self.flats, self._codec, "")
+
+    def make_exact(self) -> None:
+        """Gather the exact values, for user code: passes use what has been packed. Collective."""
+        if self._codec is not None:
+            for handle in self._gather_start(self._now, None, "/exact"):
+                handle.wait()
+
+    def put_own(self) -> None:
+        """Let this rank's part of the gathered parameters be exact."""
+        if self._codec is not None:
+            for b, shard in enumerate(self.shards):
+                self._part(self._now, b).copy_(shard)
+
+    def _gather_start(
+        self, flats: Sequence[torch.Tensor], codec: Codec | None, suffix: str
+    ) -> list[Handle]:
+        found = zip(flats, self.shards, self._lengths, self._names, strict=True)
+        if codec is not None:
+            return [
+                packing.gather_start(self._collectives, codec, shard, flat, lengths, name=name)
+                for flat, shard, lengths, name in found
+            ]
         return [
-            self._collectives.gather_into(flat, shard, lengths, name=name)
-            for flat, shard, lengths, name in zip(
-                self.flats, self.shards, self._lengths, self._names, strict=True
-            )
+            self._collectives.gather_into(flat, shard, lengths, name=f"{name}{suffix}")
+            for flat, shard, lengths, name in found
         ]
 
     def show(self) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zerohvd.communication.agreement import check_agreement, loaded_by_first_alone
+from zerohvd.compression.codecs import Codec
 from zerohvd.layout import Layout, build_layout
 from zerohvd.peers.group import Peers
 from zerohvd.peers.star import StarCollectives
@@ -77,6 +78,7 @@ class Units(UnitLifecycle[ModuleUnit]):
         self.peers: Peers | None = None  # the other ranks, if one alone may ask them
         # On the first rank: what was loaded, until all ranks are known to have it.
         self.loaded: dict[nn.Parameter, torch.Tensor] = {}
+        self.codec: Codec | None = None  # packs parameters on their way; None: nothing does
         self._plan, self._fill = plan, fill
 
     # -- building ---------------------------------------------------------------------------------
@@ -128,7 +130,13 @@ class Units(UnitLifecycle[ModuleUnit]):
             prefix = f"{self.prefix}/u{unit.number}.{unit.made}"
             unit.made += 1
             flats = UnitFlats(
-                layout, params, self._collectives.rank, self._collectives, prefix, self._fill
+                layout,
+                params,
+                self._collectives.rank,
+                self._collectives,
+                prefix,
+                self._fill,
+                self.codec,
             )
             unit.parts.append(flats)
             for param in flats.params:

@@ -53,6 +53,8 @@ class AsyncCollectives(Protocol):
     One name must not be in flight twice on a rank.
     """
 
+    log: CommLog
+
     @property
     def rank(self) -> int: ...
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from zerohvd.config import MIB
 
@@ -54,11 +56,40 @@ class CommunicationReport(Mapping[str, Total]):
         return "\n".join(f"{n:<{name}}  {c:>{calls}} calls  {m:>{moved}} MiB" for n, c, m in rows)
 
 
+class Wait(NamedTuple):
+    """A wait that goes on."""
+
+    what: str  # the name of a collective, or words
+    start: float  # by `time.perf_counter`
+
+
+class Watcher(Protocol):
+    """Told of every collective and every wait of a rank, as they happen. Times are those of
+    `time.perf_counter`."""
+
+    def started(self, record: Record) -> None:
+        """A collective has been started, or called."""
+
+    def ended(self, name: str) -> None:
+        """The collective of this name has been waited for."""
+
+    def waited(self, what: str, start: float, stop: float) -> None:
+        """This rank did nothing else between `start` and `stop`."""
+
+
 class CommLog:
-    """The collectives since the last `reset()`, and their totals per operation."""
+    """The collectives since the last `reset()`, and their totals per operation.
+
+    Attributes:
+        watchers: Told of everything; nobody unless a Monitor is on.
+        waits: What this rank waits for now; None: it does not wait.
+    """
 
     def __init__(self, size: int) -> None:
         self._size = size
+        self.watchers: list[Watcher] = []
+        self.waits: Wait | None = None
+        self._counts = True
         self.reset()
 
     def reset(self) -> None:
@@ -75,9 +106,43 @@ class CommLog:
         """
         if moved is None:
             moved = moved_bytes(op, nbytes, self._size)
-        self.records.append(Record(name, op, dtype, elements, nbytes, moved))
+        if not self._counts:
+            return
+        record = Record(name, op, dtype, elements, nbytes, moved)
+        self.records.append(record)
+        for watcher in self.watchers:
+            watcher.started(record)
         calls, total = self._totals.get(op, (0, 0))
         self._totals[op] = Total(calls + 1, total + moved)
+
+    def ended(self, name: str) -> None:
+        """Tell watchers that a collective has been waited for."""
+        for watcher in self.watchers:
+            watcher.ended(name)
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Inside, this rank waits for `what`; a wait inside of another is a part of it."""
+        if self.waits is not None:
+            yield
+            return
+        start = time.perf_counter()
+        self.waits = Wait(what, start)
+        try:
+            yield
+        finally:
+            self.waits = None
+            for watcher in self.watchers:
+                watcher.waited(what, start, time.perf_counter())
+
+    @contextlib.contextmanager
+    def not_counting(self) -> Iterator[None]:
+        """Inside, collectives are not noted: those that watchers themselves need."""
+        before, self._counts = self._counts, False
+        try:
+            yield
+        finally:
+            self._counts = before
 
     def totals(self) -> dict[str, Total]:
         return dict(self._totals)

@@ -91,6 +91,7 @@ class Claims(NamedTuple):
     weighted: float
     passes: float
     options: float  # digest of what else has to be the same
+    monitored: float = 0.0  # steps per record of a Monitor; 0: there is none
 
 
 class Waits(Protocol):
@@ -128,6 +129,7 @@ class Rendezvous:
         weighted: bool = False,
         passes: int = 1,
         options: str = "",
+        monitored: int = 0,
     ) -> None:
         """Tell the other ranks; does not wait for them.
 
@@ -137,9 +139,11 @@ class Rendezvous:
             weighted: Whether this rank gave a weight for the step.
             passes: Backward passes per step.
             options: What else has to be the same, such as learning rates.
+            monitored: Steps per record of a Monitor; 0: there is none.
         """
         frozen = "".join("01"[bool(t)] for t in trainable)
-        claims = Claims(call, _digest(frozen), float(weighted), passes, _digest(options))
+        digests = (_digest(frozen), float(weighted), passes, _digest(options))
+        claims = Claims(call, *digests, float(monitored))
         # The maximum of a value and of its negative are equal only if all ranks said the same.
         numbers = [*claims, *(-c for c in claims), self.wish()]
         said = self._collectives.from_numpy(np.array(numbers, np.float64))
@@ -322,6 +326,12 @@ def _difference(groups: Grouping, lowest: Claims, highest: Claims) -> str:
     if highest.passes != lowest.passes:
         said = [f"{g.claims.passes:g} on {g.who}" for g in groups(lambda c: c.passes)]
         return f"backward_passes_per_step is {', '.join(said)}. Set the same number everywhere"
+    if highest.monitored != lowest.monitored:
+        said = [_monitor_of(g) for g in groups(lambda c: c.monitored)]
+        return (
+            f"{', '.join(said)}. Make one on every rank, with the same `every`: do not put it "
+            "behind `if hvd.rank() == 0`, it writes on rank 0 alone by itself"
+        )
     return (
         "learning rates differ, or not all ranks have loaded the optimizer's state "
         f"({_unlike(groups(lambda c: c.options))}). Set rates and call load_state_dict() on every "
@@ -329,6 +339,11 @@ def _difference(groups: Grouping, lowest: Claims, highest: Claims) -> str:
         "hvd.broadcast_parameters(model.state_dict(), root_rank=0) and "
         "hvd.broadcast_optimizer_state(opt, root_rank=0)"
     )
+
+
+def _monitor_of(group: _Group) -> str:
+    every = group.claims.monitored
+    return f"{group.who} has {f'a zero.Monitor(every={every:g})' if every else 'no zero.Monitor'}"
 
 
 def _calls_differ(groups: Grouping) -> str:

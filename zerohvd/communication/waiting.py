@@ -187,7 +187,7 @@ class Waiting:
                 self._ask(unit)
                 ask.is_open = True
 
-        if not self._poll(handles, deadline, look):
+        if not self._poll(handles, deadline, look, unit):
             return False
         for handle in handles:
             handle.wait()
@@ -219,13 +219,27 @@ class Waiting:
         handles: Sequence[Handle],
         deadline: limits.Deadline,
         look: Callable[[float], None] | None = None,
+        unit: Gatherable | None = None,
     ) -> bool:
         """Return True when all handles are done, False at the deadline."""
+        if all(handle.done() for handle in handles):
+            return True
+        with self._collectives.log.waiting(_what(unit)):
+            return self._poll_one_by_one(handles, deadline, look)
+
+    def _poll_one_by_one(
+        self,
+        handles: Sequence[Handle],
+        deadline: limits.Deadline,
+        look: Callable[[float], None] | None,
+    ) -> bool:
         started = time.monotonic()
         for handle in handles:
             while not handle.done():
                 if deadline.passed():
                     return False
+                if deadline.stalled():
+                    limits.warn_of(handle, deadline.waited)
                 now = time.monotonic()
                 if look is not None:
                     look(now)
@@ -235,8 +249,7 @@ class Waiting:
 
     def _complaint(self, unit: Gatherable | None) -> WaitTimeoutError:
         c = self._collectives
-        what = "a meeting of all ranks" if unit is None else f"unit {unit.name!r} to be gathered"
-        return limits.timed_out(c.members[c.rank], c.members, what, self._timing.limit)
+        return limits.timed_out(c.members[c.rank], c.members, _what(unit), self._timing.limit)
 
     # -- questions --------------------------------------------------------------------------------
 
@@ -300,12 +313,16 @@ class Waiting:
         """
         while unit.gathers < gathers:
             handles = unit.take_part()
-            if not self._poll(handles, deadline):
+            if not self._poll(handles, deadline, None, unit):
                 raise self._complaint(unit)
             for handle in handles:
                 handle.wait()
             unit.end_part()
             self._complete[unit.number] = unit.gathers
+
+
+def _what(unit: Gatherable | None) -> str:
+    return "a meeting of all ranks" if unit is None else f"unit {unit.name!r} to be gathered"
 
 
 class _AskingRule:

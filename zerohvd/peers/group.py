@@ -31,12 +31,14 @@ from zerohvd.peers.channel import (
     connect,
     service,
 )
+from zerohvd.peers.stalls import Answer, Inquiry, Whereabouts
 from zerohvd.peers.star import StarCollectives
 
 # Seconds in which all ranks come to a call that they make together. A call of one rank alone takes
 # this much longer; ranks that come later get what they ask for all the same.
 PATIENCE = 2.0
 _POLL = 0.25
+_INQUIRY_LIMIT = 4 * CONNECT_TIMEOUT  # for the answers of all ranks, some of which have ended
 
 Job = Callable[[StarCollectives, Any], None]
 
@@ -115,6 +117,7 @@ class Peers:
         self._stay: limits.Deadline | None = None  # since the main thread has ended
         self._meeting = _Meeting(len(addresses))
         self._topics: set[str] = set()
+        self._inquiry = Inquiry(len(addresses))
         self._offer("come", self._on_come)
         self._offer("alive", self._on_alive, self._stays)
 
@@ -127,13 +130,15 @@ class Peers:
         self._topics.add(self._topic(self._rank, what))
         self._service.offer(self._topic(self._rank, what), handler, stay)
 
-    def _ask(self, rank: int, what: str, request: Any) -> contextlib.AbstractContextManager[Any]:
+    def _ask(
+        self, rank: int, what: str, request: Any, limit: float | None = None
+    ) -> contextlib.AbstractContextManager[Any]:
         return connect(
             self._addresses[rank],
             self._topic(rank, what),
             request,
             who=f"rank {rank}",
-            limit=limits.seconds(),
+            limit=limits.seconds() if limit is None else limit,
         )
 
     # -- together or alone -------------------------------------------------------------------------
@@ -147,6 +152,31 @@ class Peers:
 
     def _on_come(self, connection: Connection, request: Any) -> None:
         connection.tell(self._meeting.arrive(request["call"], request["rank"]))
+
+    # -- who is missing ----------------------------------------------------------------------------
+
+    def tell_whereabouts(self, here: Whereabouts) -> None:
+        """Let ranks that wait for long find out what each has started."""
+
+        def answer(connection: Connection, name: Any) -> None:
+            connection.tell(here.answer(name, self._subject.version.steps))
+
+        def answer_for_all(connection: Connection, name: Any) -> None:
+            connection.tell(self._inquiry.about(name, self._ask_whereabouts))
+
+        self._offer("whereabouts", answer)
+        self._offer("all", answer_for_all)
+        here.ask = self._missing_from
+
+    def _missing_from(self, name: str) -> list[Answer | None]:
+        if self._rank == 0:
+            return self._inquiry.about(name, self._ask_whereabouts)
+        with self._ask(0, "all", name, _INQUIRY_LIMIT) as connection:
+            return [None if a is None else Answer(*a) for a in connection.hear()]
+
+    def _ask_whereabouts(self, rank: int, name: str) -> Any:
+        with self._ask(rank, "whereabouts", name, CONNECT_TIMEOUT) as connection:
+            return connection.hear()
 
     # -- giving and taking -------------------------------------------------------------------------
 

@@ -279,6 +279,7 @@ class UnitLifecycle(Generic[U]):
             unit.unshard_start()
         for unit in units:
             unit.unshard_wait(self.waiting)
+            unit.make_exact()
         for unit in units:
             unit.held += 1
 

@@ -58,6 +58,12 @@ class UnitMemory(Protocol):
     def put(self) -> None:
         """Allocate the gathered memory with this rank's shard in place: for loading."""
 
+    def put_own(self) -> None:
+        """Let this rank's part of the gathered parameters be exact, if they travel packed."""
+
+    def make_exact(self) -> None:
+        """Let all gathered parameters be exact, if they travel packed. Collective."""
+
     def keep(self) -> None:
         """Copy this rank's part of the gathered parameters into its shard."""
 
@@ -191,6 +197,12 @@ class Unit(Generic[M]):
             for part in self.parts:
                 part.free_unused()
 
+    def make_exact(self) -> None:
+        """Let gathered parameters, which passes may use rounded, be exact. Collective."""
+        with self._guard():
+            for part in self.parts:
+                part.make_exact()
+
     def hide(self) -> None:
         """Let nothing but passes of this unit, which show them again, use the parameters.
 
@@ -273,6 +285,9 @@ class Unit(Generic[M]):
                     part.put()
                 self.state = GATHERED
                 self._show()
+            else:
+                for part in self.parts:
+                    part.put_own()
             self.held += 1
         self._opened += 1
 

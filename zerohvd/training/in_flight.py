@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import time
 from collections import deque
 from typing import Generic, Protocol, TypeVar
@@ -48,6 +49,10 @@ class InFlight(abc.ABC, Generic[P]):
     def complete(self, pending: P) -> None:
         """Wait for the handle, and use what has come."""
 
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Entered while this rank waits for a bucket."""
+        return contextlib.nullcontext()
+
     def reap(self) -> None:
         """Complete the buckets that have been reduced by now."""
         while self.pending and self.pending[0].handle.done():
@@ -88,10 +93,12 @@ class InFlight(abc.ABC, Generic[P]):
         return any(p.bucket == b for p in self.pending)
 
     def _complete_oldest(self, deadline: float) -> bool:
-        oldest = self.pending[0]
-        while not oldest.handle.done():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_POLL_SECONDS)
+        handle = self.pending[0].handle
+        if not handle.done():
+            with self.waiting():
+                while not handle.done():
+                    if time.monotonic() > deadline:
+                        return False
+                    time.sleep(_POLL_SECONDS)
         self.complete(self.pending.popleft())
         return True

@@ -17,7 +17,6 @@ import numpy as np
 from zerohvd import limits
 from zerohvd.communication import weighting
 from zerohvd.communication.collectives import AsyncCollectives
-from zerohvd.communication.log import CommLog
 from zerohvd.communication.rendezvous import Call, Rendezvous
 from zerohvd.communication.rounds import Reducer, Rounds, Section
 from zerohvd.numerics import finish_norm, local_norm, local_norms
@@ -49,6 +48,7 @@ class MustAgree:
 
     Attributes:
         loads: How often the optimizer's state has been loaded.
+        monitored: Steps per record of a Monitor; 0: there is none.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class MustAgree:
     ) -> None:
         self._groups, self._inner, self._model = groups, inner, model
         self.loads = 0
+        self.monitored = 0
 
     def trainable(self) -> Iterator[bool]:
         """Per parameter, whether it requires a gradient."""
@@ -94,12 +95,6 @@ class StepSection(Section, Protocol):
         """Give each piece in these buckets its reduced gradient."""
 
 
-class StepCollectives(AsyncCollectives, Protocol):
-    """Asynchronous collectives with a log of what they move."""
-
-    log: CommLog
-
-
 S = TypeVar("S", bound=StepSection)
 
 
@@ -116,7 +111,7 @@ class GradientStep(abc.ABC, Generic[S]):
 
     def __init__(
         self,
-        collectives: StepCollectives,
+        collectives: AsyncCollectives,
         rendezvous: Rendezvous,
         agreed: MustAgree,
         *,
@@ -185,6 +180,7 @@ class GradientStep(abc.ABC, Generic[S]):
             weighted=self.weight is not None,
             passes=self.rounds.passes,
             options=self._agreed.options(),
+            monitored=self._agreed.monitored,
         )
 
     def renew_log(self) -> None:

@@ -58,6 +58,8 @@ class Sharing:
         if units is not None:
             jobs["model"] = units.give
         self._peers = find_peers(collectives, collectives.hosts, held.prefix, self, jobs)
+        if self._peers is not None:
+            self._peers.tell_whereabouts(collectives.whereabouts)
         if units is not None:
             units.peers = self._peers
 
@@ -101,6 +103,7 @@ class Sharing:
         """Ask no more. The others refer to this object: in a cycle its memory would wait for the
         garbage collector, and a model that lives on would keep the optimizer's state."""
         peers, self._peers = self._peers, None
+        self._collectives.whereabouts.ask = None
         units = None if self._units is None else self._units()
         if units is not None:
             units.peers = None

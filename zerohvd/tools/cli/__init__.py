@@ -20,6 +20,9 @@ _COMMANDS = {
     "horovod": "build and install a Horovod that fits this environment",
     "doctor": "check the installation and the cluster, and say how to fix what is wrong",
     "plan": "how much memory each stage needs per rank",
+    "submit": "a job script for Slurm, PBS or LSF",
+    "report": "a page with the plots of a run",
+    "trace": "one trace of those that the ranks have written",
     "checkpoint": "look into checkpoints, convert and compare them",
 }
 

@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zerohvd import versions
+from zerohvd import cores, rank_count, versions
 from zerohvd.launchers import Launcher
 from zerohvd.tools.doctor.gpus import gpu_lines
 from zerohvd.tools.doctor.machine import Machine, yields_when_idle
 from zerohvd.tools.doctor.probes import Finding, Findings
 from zerohvd.tools.doctor.report import Line, Status
 
-YIELD = "OMPI_MCA_mpi_yield_when_idle=1"
+YIELD = f"{cores.YIELD}=1"
 _TITLES = {"mpi": "MPI", "gloo": "Gloo", "nccl": "NCCL", "cuda": "CUDA", "rocm": "ROCm"}
 _NAMES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 
@@ -253,16 +253,8 @@ def _world_lines(evidence: Evidence) -> Iterator[Line]:
 
 def _launch_fix(evidence: Evidence) -> str:
     mpirun = evidence.mpirun if isinstance(evidence.mpirun, Path) else None
-    beside = f"the one of {evidence.libmpi}" if evidence.libmpi else "Horovod's"
-    if evidence.launcher.name == "srun":
-        fix = (
-            "srun must speak the PMI of the MPI that Horovod loaded: try `srun --mpi=pmix` "
-            "(`srun --mpi=list` shows what there is)"
-        )
-        return f"{fix}, or start the ranks with {mpirun}" if mpirun else fix
-    if evidence.launcher.flavour == "Gloo":
-        return f"Horovod needs Gloo for this launch: run `{versions.REINSTALL_HOROVOD}`"
-    return f"the launcher must belong to the MPI that Horovod loaded: use {mpirun or beside}"
+    libmpi = Path(evidence.libmpi) if evidence.libmpi else None
+    return rank_count.fix(evidence.launcher, evidence.environ, libmpi, mpirun)
 
 
 def _idle_lines(evidence: Evidence) -> Iterator[Line]:

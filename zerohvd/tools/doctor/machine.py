@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from zerohvd.cores import YIELD, parse_quota
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -46,7 +48,7 @@ class Machine:
 
 def look() -> Machine:
     cores = os.cpu_count() or 1
-    quota = _cgroup_cores(_read("/sys/fs/cgroup/cpu.max"))
+    quota = parse_quota(_read("/sys/fs/cgroup/cpu.max"))
     usable = min(len(os.sched_getaffinity(0)), quota or cores)
     limits = [_physical_memory(_read("/proc/meminfo")), _number(_read("/sys/fs/cgroup/memory.max"))]
     known = [limit for limit in limits if limit is not None]
@@ -55,14 +57,7 @@ def look() -> Machine:
 
 def yields_when_idle(environ: Mapping[str, str]) -> bool:
     """Whether Open MPI was told to give the core away while it waits."""
-    return environ.get("OMPI_MCA_mpi_yield_when_idle", "").lower() in ("1", "true", "yes", "t", "y")
-
-
-def _cgroup_cores(text: str) -> int | None:
-    quota, _, period = text.strip().partition(" ")
-    if not (quota.isdigit() and period.isdigit()):
-        return None  # "max 100000": no limit
-    return max(1, int(quota) // int(period))
+    return environ.get(YIELD, "").lower() in ("1", "true", "yes", "t", "y")
 
 
 def _physical_memory(meminfo: str) -> int | None:

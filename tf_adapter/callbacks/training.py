@@ -1,4 +1,4 @@
-"""Callbacks for `fit` on many ranks; Horovod's own do not work on Keras 3."""
+"""What ranks do together while `fit` runs: metrics, learning rates, checkpoints."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def memory_report(opt: ZeroOptimizer) -> MemoryReport:
     seen: set[int] = set()
     gathered = _gathered(opt)
     params = _bytes(_params(opt), seen)
-    masters = [m for s in opt.sections for m in s.masters if m is not None]
+    masters = [copy for s in opt.sections for copy in s.copies()]
     master = _bytes(_in_memory(opt, masters), seen)
     held = [t for s in opt.sections for t in [*s.reducer.gradients(), *s.local.tensors()]]
     grads = _bytes(held, seen)

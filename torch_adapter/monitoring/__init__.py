@@ -1,0 +1,1 @@
+"""What this rank holds and moves; what a run does while it runs."""

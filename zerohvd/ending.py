@@ -1,0 +1,38 @@
+"""The end of a process whose wait has failed, or cannot, comes in bounded time."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import sys
+import threading
+import time
+
+
+@functools.cache
+def bound_the_end(seconds: float) -> None:
+    """Give the end of this process so many seconds, from when its script is done.
+
+    Horovod and MPI say goodbye to the other ranks then. One that is frozen, or behind a cut link,
+    does not answer: the process would stay, and a launcher ends a job only once a rank has ended.
+    """
+    # Made now: the interpreter starts no threads when it ends.
+    ending = threading.Event()
+    threading.Thread(target=_end_after, args=(ending, seconds), daemon=True).start()
+    atexit.register(ending.set)
+
+
+def _end_after(ending: threading.Event, seconds: float) -> None:
+    ending.wait()
+    time.sleep(seconds)
+    leave(f"the other ranks have not let this one end within {seconds:.0f} s")
+
+
+def leave(reason: str) -> None:
+    """End this process now, whatever its main thread waits for."""
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        print(f"zerohvd: {reason}. It leaves", file=sys.stderr, flush=True)
+    os._exit(1)
