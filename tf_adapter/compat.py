@@ -157,6 +157,12 @@ def set_initial_epoch(model: Any, epoch: int | None) -> None:
     model._initial_epoch = epoch
 
 
+def build_metrics(model: Any, batch: Any) -> None:
+    """Make the variables of the metrics of `compile`, which Keras makes in the first step. Without
+    it, there would be nothing to put the metrics of an interrupted epoch into before that step."""
+    model._symbolic_build(data_batch=batch)
+
+
 def loss_reduction() -> tuple[Any, str]:
     """(module, function) by which every loss reduces its values to a number. Without it, a loss
     that is no mean over samples would differ from that of the whole batch."""

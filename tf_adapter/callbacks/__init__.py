@@ -12,6 +12,7 @@ from zerohvd.keras.callbacks.training import (
     MetricAverage,
     MetricAverageCallback,
 )
+from zerohvd.keras.checkpoint.preempting import Preemption
 
 __all__ = [
     "BroadcastGlobalVariablesCallback",
@@ -24,4 +25,5 @@ __all__ = [
     "MetricAverage",
     "MetricAverageCallback",
     "Monitor",
+    "Preemption",
 ]

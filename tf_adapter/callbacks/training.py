@@ -15,24 +15,10 @@ from zerohvd.communication.metrics import Snapshot
 from zerohvd.keras import compat
 from zerohvd.keras.checkpoint import whole_model
 from zerohvd.keras.checkpoint.api import CheckpointManager
-from zerohvd.keras.checkpoint.preempting import Preemption
 from zerohvd.keras.fit import metrics
 from zerohvd.keras.optimizer.distributed import ranks_of
 from zerohvd.keras.params.broadcasting import broadcast_variables
 from zerohvd.training.monitor import check_mode, improvement
-
-__all__ = [
-    "BroadcastGlobalVariablesCallback",
-    "BroadcastWeights",
-    "Checkpoint",
-    "LearningRateSchedule",
-    "LearningRateScheduleCallback",
-    "LearningRateWarmup",
-    "LearningRateWarmupCallback",
-    "MetricAverage",
-    "MetricAverageCallback",
-    "Preemption",
-]
 
 
 class MetricAverage(keras.callbacks.Callback):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -287,6 +288,7 @@ class _Skipped:
 
     def __init__(self, model: Any, count: int, logs: dict[str, Any]) -> None:
         self._model, self._count, self._logs = model, count, logs
+        self._built = False
         self._original = model.train_function
         model.train_function = self._read
 
@@ -299,5 +301,11 @@ class _Skipped:
 
     def _read(self, iterator: Any) -> dict[str, Any]:
         for _ in range(self._model.steps_per_execution):
-            next(iterator)
+            batch = next(iterator)
+        if not self._built:
+            self._built = True
+            # A step of the user's own may take batches that Keras does not understand: metrics of
+            # this epoch then begin with the next step.
+            with contextlib.suppress(Exception):
+                compat.build_metrics(self._model, batch)
         return self._logs
