@@ -114,4 +114,5 @@ def test_ranks_that_horovod_does_not_see_are_refused(tmp_path):
         check=False,
     )
     assert done.returncode != 0
-    assert "srun started 4 ranks" in done.stderr, done.stderr
+    assert "this is rank 2 of 4 that srun started" in done.stderr, done.stderr
+    assert "but Horovod sees one" in done.stderr, done.stderr
