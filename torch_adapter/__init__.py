@@ -35,6 +35,7 @@ from zerohvd.errors import (  # noqa: E402
     WaitTimeoutError,
     ZeroError,
 )
+from zerohvd.torch.checkpoint import elastic  # noqa: E402
 from zerohvd.torch.checkpoint.api import CheckpointManager, load, save  # noqa: E402
 from zerohvd.torch.communication import joining  # noqa: E402
 from zerohvd.torch.communication.compression import Compression  # noqa: E402
@@ -68,6 +69,7 @@ __all__ = [
     "ZeroOptimizer",
     "communication_report",
     "deferred_init",
+    "elastic",
     "even_steps",
     "gathered",
     "load",
