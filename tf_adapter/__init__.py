@@ -45,6 +45,7 @@ from zerohvd.errors import (  # noqa: E402
     ZeroError,
 )
 from zerohvd.keras import callbacks  # noqa: E402
+from zerohvd.keras.checkpoint import elastic  # noqa: E402
 from zerohvd.keras.checkpoint.api import CheckpointManager, load, save  # noqa: E402
 from zerohvd.keras.checkpoint.whole_model import save_model  # noqa: E402
 from zerohvd.keras.data import shard_dataset  # noqa: E402
@@ -85,6 +86,7 @@ __all__ = [
     "cross_rank",
     "cross_size",
     "deferred_init",
+    "elastic",
     "gathered",
     "global_process_set",
     "init",
