@@ -46,10 +46,11 @@ from zerohvd.errors import (  # noqa: E402
     ZeroError,
 )
 from zerohvd.keras import callbacks  # noqa: E402
+from zerohvd.keras.checkpoint import elastic  # noqa: E402
 from zerohvd.keras.checkpoint.api import CheckpointManager, load, save  # noqa: E402
 from zerohvd.keras.checkpoint.preempting import preemption  # noqa: E402
 from zerohvd.keras.checkpoint.whole_model import save_model  # noqa: E402
-from zerohvd.keras.communication.compression import Compression  # noqa: E402
+from zerohvd.keras.communication.packed.compression import Compression  # noqa: E402
 from zerohvd.keras.communication.threads import settle  # noqa: E402
 from zerohvd.keras.data import shard_dataset  # noqa: E402
 from zerohvd.keras.fit import patches  # noqa: E402
@@ -90,6 +91,7 @@ __all__ = [
     "cross_rank",
     "cross_size",
     "deferred_init",
+    "elastic",
     "gathered",
     "global_process_set",
     "init",

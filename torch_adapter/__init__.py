@@ -37,10 +37,11 @@ from zerohvd.errors import (  # noqa: E402
     WaitTimeoutError,
     ZeroError,
 )
+from zerohvd.torch.checkpoint import elastic  # noqa: E402
 from zerohvd.torch.checkpoint.api import CheckpointManager, load, save  # noqa: E402
 from zerohvd.torch.checkpoint.preempting import preemption  # noqa: E402
 from zerohvd.torch.communication import joining  # noqa: E402
-from zerohvd.torch.communication.compression import Compression  # noqa: E402
+from zerohvd.torch.communication.packed.compression import Compression  # noqa: E402
 from zerohvd.torch.communication.threads import settle  # noqa: E402
 from zerohvd.torch.data import DistributedSampler, even_steps  # noqa: E402
 from zerohvd.torch.monitoring.monitor import Monitor  # noqa: E402
@@ -75,6 +76,7 @@ __all__ = [
     "ZeroOptimizer",
     "communication_report",
     "deferred_init",
+    "elastic",
     "even_steps",
     "gathered",
     "load",

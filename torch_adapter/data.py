@@ -26,7 +26,8 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         seed: Of the order; must be the same on all ranks.
 
     Attributes:
-        share: This rank's share of the samples.
+        share: This rank's share of the samples that are left of the epoch.
+        done: Samples of the epoch, of all ranks, that have been trained on; see `advance`.
     """
 
     def __init__(
@@ -39,18 +40,23 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
     ) -> None:
         self.num_replicas = hvd.size() if num_replicas is None else num_replicas
         self.rank = hvd.rank() if rank is None else rank
-        self.share = SampleShare(len(dataset), self.num_replicas, self.rank)
+        self._samples = len(dataset)
         self._shuffle = shuffle
         self._seed = seed
-        self.epoch = 0
+        self.epoch = self.done = 0
+        SampleShare(self._samples, self.num_replicas, self.rank)  # raises here
+
+    @property
+    def share(self) -> SampleShare:
+        return SampleShare(self._samples - self.done, self.num_replicas, self.rank)
 
     def __iter__(self) -> Iterator[int]:
         if self._shuffle:
             generator = torch.Generator("cpu").manual_seed(self._seed + self.epoch)
-            order = torch.randperm(self.share.samples, generator=generator, device="cpu")
+            order = torch.randperm(self._samples, generator=generator, device="cpu")
         else:
-            order = torch.arange(self.share.samples, device="cpu")
-        return iter(order[self.rank :: self.num_replicas].tolist())
+            order = torch.arange(self._samples, device="cpu")
+        return iter(order[self.done :][self.rank :: self.num_replicas].tolist())
 
     def __len__(self) -> int:
         return len(self.share)
@@ -61,8 +67,34 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         return self.share.largest
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle differently; call it before each epoch, on all ranks."""
-        self.epoch = epoch
+        """Shuffle differently; call it before each epoch, on all ranks.
+
+        In the epoch that `load_state_dict` has set, what is left of it comes.
+        """
+        if epoch != self.epoch:
+            self.epoch, self.done = epoch, 0
+
+    def advance(self, batch_size: int) -> None:
+        """Say that all ranks have trained on their next batch of `batch_size`, or what was left.
+
+        For `state_dict`: an iteration that is under way goes on as it was.
+        """
+        if batch_size < 0:
+            raise ValueError(f"batch_size must be 0 or more, got {batch_size}")
+        self.done = min(self._samples, self.done + batch_size * self.num_replicas)
+
+    def state_dict(self) -> dict[str, int]:
+        """Where training is: as many ranks as there are then go on with what is left."""
+        return {"epoch": self.epoch, "done": self.done, "samples": self._samples}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where `state_dict` was called, at any number of ranks."""
+        if state["samples"] != self._samples:
+            raise ValueError(
+                f"the state of the sampler is of a dataset of {state['samples']} samples; this one "
+                f"has {self._samples}"
+            )
+        self.epoch, self.done = state["epoch"], state["done"]
 
 
 def even_steps(loader: torch.utils.data.DataLoader[Any]) -> Iterator[Any]:

@@ -106,7 +106,7 @@ class KerasTraining:
         optimizer = self._optimizer
         if optimizer is not None:
             optimizer.build_loaded()
-        if call == Call.LOAD:
+        if call in (Call.LOAD, Call.RESTORE):
             self._build()
         if optimizer is None or optimizer.step is None:
             return ranks_of(self._model)

@@ -31,9 +31,10 @@ from zerohvd.compression.policies import Plain
 from zerohvd.config import ZeroConfig
 from zerohvd.devices import check_devices
 from zerohvd.keras import compat
-from zerohvd.keras.communication import arrays, packing, two_steps
+from zerohvd.keras.communication import arrays, two_steps
 from zerohvd.keras.communication.clock import Clock, measured
 from zerohvd.keras.communication.ordering import after
+from zerohvd.keras.communication.packed import packing
 from zerohvd.peers.watch import watch_next
 from zerohvd.rank_count import check_ranks
 from zerohvd.schedule import exchange_rounds

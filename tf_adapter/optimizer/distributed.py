@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import horovod.tensorflow as hvd
 import keras
@@ -19,8 +19,8 @@ from zerohvd.errors import ShardedStateError
 from zerohvd.keras import compat
 from zerohvd.keras.communication import horovods
 from zerohvd.keras.communication.clock import Clock
-from zerohvd.keras.communication.compression import Compression, policy_of, wire_dtype
 from zerohvd.keras.communication.members import Members
+from zerohvd.keras.communication.packed.compression import Compression, policy_of, wire_dtype
 from zerohvd.keras.communication.wire import Wire, join
 from zerohvd.keras.gradients.reducer import weighing
 from zerohvd.keras.optimizer import averages, partition, state, weighting
@@ -54,6 +54,20 @@ _DELEGATED = (
     "loss_scale_factor",
     "gradient_accumulation_steps",
 )
+
+
+class _OwnVariables(list[Any]):
+    """This rank's variables. Horovod's elastic states call them, as in Keras 2, to give rank 0's to
+    all ranks: that call is refused."""
+
+    def __call__(self) -> NoReturn:
+        raise ShardedStateError(
+            "optimizer.variables is a list, not a method. If this is one of Horovod's elastic "
+            "states (KerasState, TensorFlowKerasState): it would give one rank's state of the "
+            "optimizer to all ranks. Write zero.elastic.KerasState(model, ...) and "
+            "@zero.elastic.run, and start the job by: zerohvd run --restarts 5 -- mpirun -np ..."
+        )
+
 
 
 @keras.saving.register_keras_serializable(package="zerohvd", name="DistributedOptimizer")
@@ -378,7 +392,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         The slots of all ranks together are `zero.plain_optimizer(opt).variables`.
         """
         own = [] if self.scaler is None else compat.scaler_variables(self.scaler)
-        return [*own, *self.inner_optimizer.variables]
+        return _OwnVariables([*own, *self.inner_optimizer.variables])
 
     def scale_loss(self, loss: Any) -> Any:
         loss = (self.scaler or self.inner_optimizer).scale_loss(loss)

@@ -12,8 +12,9 @@ from zerohvd.compression.codecs import Codec, codec_of
 from zerohvd.compression.feedback import Waiting, pack_with_feedback
 from zerohvd.compression.policies import Blocks, Policy, TopK, keeps_errors
 from zerohvd.numerics import clip_factor
-from zerohvd.torch.communication import pack_arrays, packing, two_steps
+from zerohvd.torch.communication import two_steps
 from zerohvd.torch.communication.collectives import TorchCollectives
+from zerohvd.torch.communication.packed import operations, packing
 
 
 class PackedExchange(NamedTuple):
@@ -41,7 +42,7 @@ class PackedExchange(NamedTuple):
                 if r == self.place and self.own is not None:
                     part = self.own[start:stop].to(wide)
                 else:
-                    part = self.codec.unpack(pack_arrays, chunk.data, chunk.length, self.turn)
+                    part = self.codec.unpack(operations, chunk.data, chunk.length, self.turn)
                 # Not in place: the first one may be the user's own gradient.
                 total = part if total is None else total + part
             assert total is not None
@@ -185,11 +186,11 @@ class GradPacking:
                 part = grad[start:stop].to(torch.float32)
                 part = part if scale == 1.0 else part * scale
                 if not kept:
-                    data.copy_(codec.pack(pack_arrays, part, turn))
+                    data.copy_(codec.pack(operations, part, turn))
                     continue
                 before = Waiting(*(t[start:stop].to(torch.float32) for t in kept))
                 packed = pack_with_feedback(
-                    pack_arrays, codec, part, before, turn, self._momentum
+                    operations, codec, part, before, turn, self._momentum
                 )
                 data.copy_(packed.data)
                 for place, value in zip(kept, packed.waiting, strict=False):

@@ -14,7 +14,7 @@ from zerohvd.layout import Bucket, Layout
 from zerohvd.numerics import DivideFactors
 from zerohvd.torch.communication import arrays
 from zerohvd.torch.communication.collectives import Exchange, LocalCollectives, TorchCollectives
-from zerohvd.torch.communication.compression import Wires
+from zerohvd.torch.communication.packed.compression import Wires
 from zerohvd.torch.gradients.local import LocalGrads
 from zerohvd.torch.gradients.packing import GradPacking, PackedExchange
 from zerohvd.torch.gradients.shard_buffers import ShardBuffers

@@ -15,9 +15,10 @@ from zerohvd.config import ZeroConfig
 from zerohvd.layout import Layout, ParamSpec, Piece, build_layout
 from zerohvd.numerics import DivideFactors, master_dtype
 from zerohvd.schedule import Schedule
-from zerohvd.torch.communication import arrays, packing
+from zerohvd.torch.communication import arrays
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
-from zerohvd.torch.communication.compression import Wires
+from zerohvd.torch.communication.packed import packing
+from zerohvd.torch.communication.packed.compression import Wires
 from zerohvd.torch.gradients.local import LocalGrads
 from zerohvd.torch.gradients.reducer import PARTS_PER_BUCKET, GradReducer
 from zerohvd.torch.gradients.stand_in import make_share

@@ -16,7 +16,7 @@ from zerohvd.config import ZeroConfig
 from zerohvd.errors import WaitTimeoutError
 from zerohvd.torch import compat
 from zerohvd.torch.communication.collectives import TorchCollectives, join
-from zerohvd.torch.communication.compression import Compression, policy_of, wires_of
+from zerohvd.torch.communication.packed.compression import Compression, policy_of, wires_of
 from zerohvd.torch.optimizer.offload import Offload
 from zerohvd.torch.optimizer.partition import choose_partition
 from zerohvd.torch.optimizer.zero_optimizer import MakeUnits, ZeroOptimizer

@@ -13,9 +13,9 @@ from zerohvd.torch.optimizer.zero_optimizer import ZeroOptimizer
 def _refuse(optimizer: ZeroOptimizer) -> NoReturn:
     raise ShardedStateError(
         "horovod's TorchState would give one rank's state of the optimizer to all ranks after a "
-        "change of their number: a sharded optimizer cannot be kept in it. Leave the optimizer out "
-        "of TorchState, save checkpoints with zero.save(), and after a reset make the optimizer "
-        "anew and call zero.load(), or opt.load_state_dict() with what opt.state_dict() returned"
+        "change of their number: a sharded optimizer cannot be kept in it. Write "
+        "zero.elastic.TorchState(model, opt, ...) and @zero.elastic.run, and start the job by: "
+        "zerohvd run --restarts 5 -- mpirun -np ... python ..."
     )
 
 

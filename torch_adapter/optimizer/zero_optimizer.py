@@ -28,7 +28,7 @@ from zerohvd.torch import compat
 from zerohvd.torch.communication import joining
 from zerohvd.torch.communication.arrays import OWN_DEVICE, device_id
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
-from zerohvd.torch.communication.compression import Wires
+from zerohvd.torch.communication.packed.compression import Wires
 from zerohvd.torch.gradients.owner import Gradients
 from zerohvd.torch.gradients.section import Section
 from zerohvd.torch.gradients.stand_in import WRONG_SCALER

@@ -11,8 +11,9 @@ from zerohvd.communication.agreement import fail_together
 from zerohvd.communication.collectives import Handle
 from zerohvd.compression.codecs import Codec
 from zerohvd.layout import Layout
-from zerohvd.torch.communication import arrays, packing
+from zerohvd.torch.communication import arrays
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
+from zerohvd.torch.communication.packed import packing
 from zerohvd.torch.communication.star import TorchStar
 from zerohvd.torch.params.buffers import view_in
 from zerohvd.torch.params.owned import set_units

@@ -87,10 +87,11 @@ class Reader:
         folder: Where its files lie.
         manifest: Read and checked.
         tensors: By key.
+        shared: Every rank sees all files.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self.folder, self.manifest = folder, manifest
+    def __init__(self, folder: Path, manifest: Manifest, *, shared: bool = True) -> None:
+        self.folder, self.manifest, self.shared = folder, manifest, shared
         self.tensors: Mapping[str, TensorInfo] = manifest.tensors
 
     @classmethod
@@ -196,9 +197,17 @@ class Reader:
         transfers = sorted(t for i, w in enumerate(wanted) for t in self._transfers(i, w))
         needed = {t.file for t in transfers}
         for index, file in enumerate(self.manifest.files):
-            if index in needed or index % size == rank:
+            if index in needed or (self.shared and index % size == rank):
                 self.check_file(file)
         self._carry_out(transfers, wanted)
+
+    def files_for(self, wants: Iterable[Want]) -> set[int]:
+        """Indices of the files that hold what is wanted."""
+        return {
+            part.file
+            for want in wants
+            for part, _ in self.tensors[want.key].overlapping(want.span)
+        }
 
     def fill(self, want: Want) -> None:
         """One range, without a look at the files as a whole."""

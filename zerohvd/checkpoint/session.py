@@ -11,15 +11,16 @@ An adapter implements `Training`, and hands out a `Snapshot` or a `Target`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from zerohvd import limits
 from zerohvd.checkpoint import writer
-from zerohvd.checkpoint.entries import Content, Entry, share_out, whole
+from zerohvd.checkpoint.entries import Content, Entry, Want, share_out, whole
 from zerohvd.checkpoint.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -188,9 +189,11 @@ def save(path: Path, training: Training, notes: Notes) -> None:
 
 
 @limits.during(Call.SAVE.said)
-def plan_save(training: Training, notes: Notes) -> tuple[Collectives, writer.SavePlan]:
+def plan_save(
+    training: Training, notes: Notes, call: Call = Call.SAVE
+) -> tuple[Collectives, writer.SavePlan]:
     """Bring the ranks together; returns them, and how this one comes to its part."""
-    ranks = training.meet(Call.SAVE)
+    ranks = training.meet(call)
     taken: list[Snapshot] = []
 
     def look() -> dict[str, int]:
@@ -277,17 +280,42 @@ def load(path: Path, training: Training, *, strict: bool = True, restore_rng: bo
         What `extra` was when it was saved.
     """
     ranks = training.meet(Call.LOAD)
+    place = Place(path, lambda target: _open(path, target.openers()))
     for left in reversed(range(_ATTEMPTS)):
         try:
-            ready = _read(path, training, ranks, strict=strict, restore_rng=restore_rng)
+            ready = _read(place, training, ranks, strict=strict, restore_rng=restore_rng)
             break
         except ReplacedCheckpointError:  # on all ranks
             if not left:
                 raise
-    _take(path, ready, ranks)
+    return _use(place, ready, ranks)
+
+
+def load_from(place: Place, training: Training, ranks: Collectives) -> Any:
+    """As `load`, of what is no checkpoint on disk, after the ranks have met."""
+    return _use(place, _read(place, training, ranks, strict=True, restore_rng=True), ranks)
+
+
+def _use(place: Place, ready: _Ready, ranks: Collectives) -> Any:
+    """Let everything take effect that was read; returns what `extra` was."""
+    _take(place.path, ready, ranks)
     ready.target.apply(ready.plan, ready.stored)
     ready.set_generators()
     return ready.stored.state.get("extra")
+
+
+class Place(NamedTuple):
+    """Where a load finds its tensors.
+
+    Args:
+        path: For errors.
+        open: What is there, and whether it is a checkpoint (or plain weights).
+        fetch: Called on all ranks when all know what they want to read: may move files to them.
+    """
+
+    path: Path
+    open: Callable[[Target], tuple[Source, bool]]
+    fetch: Callable[[Source, Sequence[Want]], None] | None = None
 
 
 # A job that saves under the name that another one loads does so once in a while.
@@ -304,26 +332,33 @@ class _Ready(NamedTuple):
 
 
 def _read(
-    path: Path, training: Training, ranks: Collectives, *, strict: bool, restore_rng: bool
+    place: Place, training: Training, ranks: Collectives, *, strict: bool, restore_rng: bool
 ) -> _Ready:
     """Read and check everything; nothing has been changed when it raises, on all ranks."""
+    path = place.path
+    opened: list[Source] = []
     ready: list[_Ready] = []
 
-    def read() -> str:
-        with reading(path):
+    def prepare() -> None:
+        with reading(path), _unless_replaced(path, opened):
             target = training.target()
-            source, complete = _open(path, target.openers())
-            try:
-                ready.append(_plan(source, complete, target, training, ranks, strict=strict))
-                source.read(ready[0].plan.wants, ranks.rank, ranks.size)
-            except CheckpointError as error:
-                _refuse_replaced(path, source.manifest, error)
-                raise
-            if restore_rng and "rng" in ready[0].stored.own:
-                act = target.prepare_generators(ready[0].stored.own["rng"])
-                ready[0] = ready[0]._replace(set_generators=act)
-            return source.manifest.id
+            source, complete = place.open(target)
+            opened.append(source)
+            ready.append(_plan(source, complete, target, training, ranks, strict=strict))
 
+    def read() -> str:
+        if place.fetch is None:
+            prepare()
+        with reading(path), _unless_replaced(path, opened):
+            opened[0].read(ready[0].plan.wants, ranks.rank, ranks.size)
+            if restore_rng and "rng" in ready[0].stored.own:
+                act = ready[0].target.prepare_generators(ready[0].stored.own["rng"])
+                ready[0] = ready[0]._replace(set_generators=act)
+            return opened[0].manifest.id
+
+    if place.fetch is not None:
+        together(ranks, "plan", prepare)
+        place.fetch(opened[0], ready[0].plan.wants)
     _, ids = together(ranks, "read", read)
     # Every rank sees the same ids, so all of them take the same branch.
     if len(set(ids)) > 1:
@@ -349,6 +384,17 @@ def _plan(
         plan.matching.check_names()
     target.plan(plan, stored, strict=strict)
     return _Ready(target, plan, stored, lambda: None)
+
+
+@contextlib.contextmanager
+def _unless_replaced(path: Path, opened: Sequence[Source]) -> Iterator[None]:
+    """Say so if what goes wrong is that another save has replaced the checkpoint meanwhile."""
+    try:
+        yield
+    except CheckpointError as error:
+        for source in opened:
+            _refuse_replaced(path, source.manifest, error)
+        raise
 
 
 def _refuse_replaced(path: Path, manifest: Manifest, error: CheckpointError) -> None:

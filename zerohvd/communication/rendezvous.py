@@ -43,6 +43,8 @@ class Call(enum.IntEnum):
     EPOCH = 11
     EVALUATE = 12
     PREDICT = 13
+    COMMIT = 14
+    RESTORE = 15
 
     @property
     def said(self) -> str:
@@ -64,6 +66,8 @@ _SAID = {
     Call.EPOCH: "the end of an epoch of model.fit()",
     Call.EVALUATE: "model.evaluate() at stage 3",
     Call.PREDICT: "model.predict() at stage 3",
+    Call.COMMIT: "state.commit()",
+    Call.RESTORE: "the beginning of a function of @zero.elastic.run",
 }
 TOGETHER = "All ranks make these calls together: do not put one behind `if hvd.rank() == 0`"
 NO_LEAVING = (

@@ -9,13 +9,18 @@ from zerohvd.checkpoint.writer.draft import (
     remove_leftover,
     save,
 )
+from zerohvd.checkpoint.writer.fragments import fragment_of, manifest_of
+from zerohvd.checkpoint.writer.shard import write_shard
 
 __all__ = [
     "Draft",
     "SavePlan",
     "begin",
+    "fragment_of",
+    "manifest_of",
     "remove",
     "remove_dead_claim",
     "remove_leftover",
     "save",
+    "write_shard",
 ]

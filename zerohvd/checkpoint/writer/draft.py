@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import errno
 import json
 import math
@@ -16,23 +15,16 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zerohvd._version import __version__
 from zerohvd.checkpoint import format as fmt
 from zerohvd.checkpoint.entries import Content
 from zerohvd.checkpoint.errors import CheckpointError, cannot, together
-from zerohvd.checkpoint.manifest import (
-    Manifest,
-    Part,
-    ShardFile,
-    is_complete,
-    leftovers,
-    put_together,
-)
+from zerohvd.checkpoint.manifest import is_complete, leftovers
 from zerohvd.checkpoint.writer.claim import Claim, may_live
+from zerohvd.checkpoint.writer.fragments import fragment_of, manifest_of
 from zerohvd.checkpoint.writer.shard import write_shard
 from zerohvd.communication.collectives import Collectives
 
@@ -155,17 +147,8 @@ class Draft:
         """Write this rank's shard, to the disk itself."""
         shard = self.folder / fmt.shard_name(self.rank, self.size)
         try:
-            file, parts = write_shard(shard, content.entries, self.id, self.rank)
-            fragment = {
-                "file": file,
-                "parts": parts,
-                "values": content.values,
-                "rank_state": content.rank_state,
-            }
-            if self.rank == 0:
-                fragment["head"] = [
-                    content.framework, content.step, dict(content.config), content.state,
-                ]  # fmt: skip
+            written = write_shard(shard, content.entries, self.id, self.rank)
+            fragment = fragment_of(content, written, self.rank)
             # For rank 0 to see, not for the disk to keep.
             _write(self._fragment(self.rank), json.dumps(fragment).encode(), durably=False)
         except FileNotFoundError:
@@ -187,7 +170,7 @@ class Draft:
             return
         seconds = math.inf if patient else _VISIBLE_SECONDS
         fragments = [self._read_fragment(rank, stop, seconds) for rank in range(self.size)]
-        manifest = self._manifest(fragments)
+        manifest = manifest_of(self.id, self.size, fragments)
         try:
             for rank in range(self.size):
                 self._fragment(rank).unlink()
@@ -215,31 +198,6 @@ class Draft:
                     "checkpoint must lie on a file system that all ranks share"
                 )
             time.sleep(0.02)
-
-    def _manifest(self, fragments: Sequence[dict[str, Any]]) -> Manifest:
-        framework, step, config, state = fragments[0]["head"]
-        found = (
-            (key, dtype, shape, Part(start, stop, rank, offset, sums))
-            for rank, fragment in enumerate(fragments)
-            for key, dtype, shape, start, stop, offset, sums in fragment["parts"]
-        )
-        values: dict[str, Any] = {}
-        for fragment in fragments:
-            values.update(fragment["values"])
-        return Manifest(
-            id=self.id,
-            framework=framework,
-            size=self.size,
-            step=step,
-            created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            writer=f"zerohvd {__version__}",
-            config=config,
-            files=tuple(ShardFile(*f["file"]) for f in fragments),
-            tensors=put_together(found),
-            values=values,
-            state=state,
-            rank_states=tuple(f["rank_state"] for f in fragments),
-        )
 
     def _move_in(self) -> None:
         """From here on it is the checkpoint `path`; the old one is loadable until then."""

@@ -9,7 +9,7 @@ import threading
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from zerohvd.checkpoint import format as fmt
 from zerohvd.checkpoint.entries import Entry
@@ -20,13 +20,30 @@ _FLUSH_BYTES = 4 << 20
 _BLOCK_BYTES = 4 << 20
 
 
+class Written(NamedTuple):
+    """What has been written.
+
+    Args:
+        file: The file.
+        parts: Per entry [key, dtype, shape, start, stop, offset, sums].
+    """
+
+    file: ShardFile
+    parts: list[list[Any]]
+
+
 def write_shard(
-    path: Path, entries: Sequence[Entry], save_id: str, rank: int
-) -> tuple[ShardFile, list[list[Any]]]:
+    path: Path, entries: Sequence[Entry], save_id: str, rank: int, *, checked: bool = True
+) -> Written:
     """Write `entries` as a safetensors file, straight from their memory.
 
-    Returns:
-        The file, and per entry [key, dtype, shape, start, stop, offset, sums].
+    Args:
+        path: The file to make.
+        entries: What it holds.
+        save_id: Of the save.
+        rank: Whose file it is.
+        checked: Note checksums; without them, a file is believed to be what was written, as memory
+            is.
     """
     # Wide elements first: all are then aligned to their own size.
     ordered = sorted(entries, key=lambda e: -fmt.itemsize(e.dtype))
@@ -43,7 +60,7 @@ def write_shard(
             sink.write(memoryview(head))
             for e in ordered:
                 data = e.read()
-                sums.add(data)
+                sums.add(data if checked else data[:0])
                 parts.append([e.key, e.dtype, list(e.shape), *e.span, sink.at])
                 sink.write(data)
                 if callable(e.data):
@@ -51,7 +68,8 @@ def write_shard(
             total = sink.at
         for part, found in zip(parts, sums.wait(), strict=True):
             part.append(found)
-    return ShardFile(path.name, rank, total, len(head), f"{zlib.crc32(head):08x}"), parts
+    file = ShardFile(path.name, rank, total, len(head), f"{zlib.crc32(head):08x}")
+    return Written(file, parts)
 
 
 class _Checksums:

@@ -19,6 +19,7 @@ from zerohvd._version import __version__
 _COMMANDS = {
     "horovod": "build and install a Horovod that fits this environment",
     "doctor": "check the installation and the cluster, and say how to fix what is wrong",
+    "run": "start a job, and start it again from memory if it fails",
     "plan": "how much memory each stage needs per rank",
     "submit": "a job script for Slurm, PBS or LSF",
     "report": "a page with the plots of a run",

@@ -11,7 +11,8 @@ from zerohvd.compression.codecs import Codec, codec_of
 from zerohvd.compression.feedback import Waiting, pack_with_feedback
 from zerohvd.compression.policies import Blocks, Policy, TopK, keeps_errors
 from zerohvd.keras import compat
-from zerohvd.keras.communication import arrays, pack_arrays
+from zerohvd.keras.communication import arrays
+from zerohvd.keras.communication.packed import operations
 
 
 class Exchange(Protocol):
@@ -53,10 +54,10 @@ class GradPacking:
             data, after = None, Waiting(*before) if before else None
             if wanted and before:
                 data, after = pack_with_feedback(
-                    pack_arrays, self._codec, grad, Waiting(*before), turn, self._momentum
+                    operations, self._codec, grad, Waiting(*before), turn, self._momentum
                 )
             elif wanted:
-                data = self._codec.pack(pack_arrays, grad, turn)
+                data = self._codec.pack(operations, grad, turn)
             parts.append(data)
             for values, value in zip(kept, after or (), strict=False):
                 values.append(value)
@@ -77,7 +78,7 @@ class GradPacking:
             if data is None:
                 part = tf.cast(mine, tf.float32)
             else:
-                part = self._codec.unpack(pack_arrays, data, mine.shape[0], turn)
+                part = self._codec.unpack(operations, data, mine.shape[0], turn)
             total = part if total is None else total + part
         return total
 
@@ -117,13 +118,13 @@ def unpack_all(codec: Codec, data: Any, lengths: Sequence[int]) -> Any:
     for length in lengths:
         size = codec.nbytes(length)
         if length:
-            found.append(codec.unpack(pack_arrays, data[at : at + size], length, 0))
+            found.append(codec.unpack(operations, data[at : at + size], length, 0))
         at += size
-    return pack_arrays.concat(found)
+    return operations.concat(found)
 
 
 def pack(codec: Codec, x: Any) -> Any:
     """A 1-D tensor as uint8."""
     if not x.shape[0]:
         return tf.zeros([0], tf.uint8)
-    return codec.pack(pack_arrays, tf.cast(x, tf.float32), 0)
+    return codec.pack(operations, tf.cast(x, tf.float32), 0)

@@ -9,8 +9,8 @@ import torch
 
 from zerohvd.communication.collectives import Handle
 from zerohvd.compression.codecs import Codec
-from zerohvd.torch.communication import pack_arrays
 from zerohvd.torch.communication.collectives import LocalCollectives, TorchCollectives
+from zerohvd.torch.communication.packed import operations
 
 # Elements that are packed at a time: what is made on the way stays in the processor's cache. A
 # multiple of every codec's blocks, so that the bytes of a tensor are those of its parts.
@@ -50,14 +50,14 @@ def pack(codec: Codec, x: torch.Tensor) -> torch.Tensor:
     data = torch.empty(nbytes(codec, x.numel()), dtype=torch.uint8, device=x.device)
     for chunk in chunks(codec, x.numel(), data):
         part = x[chunk.start : chunk.stop].to(torch.float32)
-        chunk.data.copy_(codec.pack(pack_arrays, part, 0))
+        chunk.data.copy_(codec.pack(operations, part, 0))
     return data
 
 
 def unpack(codec: Codec, data: torch.Tensor, into: torch.Tensor, *, add: bool) -> None:
     """Write the numbers in `data` into the 1-D `into`, or add them."""
     for chunk in chunks(codec, into.numel(), data):
-        values = codec.unpack(pack_arrays, chunk.data, chunk.length, 0)
+        values = codec.unpack(operations, chunk.data, chunk.length, 0)
         part = into[chunk.start : chunk.stop]
         part.add_(values) if add else part.copy_(values)
 
