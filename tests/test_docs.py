@@ -131,7 +131,8 @@ def subclasses(kind: type) -> list[type]:
 
 
 def test_every_error_is_explained_where_its_traceback_says():
-    for module in ("checkpoint.errors", "peers.channel", "tools.adapters", "tools.builder.steps"):
+    rooms = ("checkpoint.errors", "elastic.copies", "peers.channel", "tools.adapters")
+    for module in (*rooms, "tools.builder.steps"):
         importlib.import_module(f"zerohvd.{module}")
     kinds = [kind for kind in subclasses(ZeroError) if not kind.__module__.endswith("testing")]
     assert len(kinds) > 8

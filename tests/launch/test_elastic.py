@@ -76,20 +76,18 @@ def uninterrupted(tmp_path_factory) -> Said:
 @pytest.mark.parametrize(
     ("stage", "kills", "begins"),
     [
-        (0, [[0, 9, 0]], {1: (2, 8)}),
-        (1, [[0, 13, 1], [1, 17, 0]], {1: (2, 12), 2: (2, 16)}),
-        (3, [[0, 7, 1]], {1: (2, 4)}),
+        (1, [[0, 13, 0]], {1: (2, 12)}),
+        (3, [[0, 7, 1]], {1: (2, 4), 2: (2, 18)}),
     ],
 )
 def test_a_killed_rank_costs_the_steps_since_the_last_commit(
     stage, kills, begins, uninterrupted, tmp_path
 ):
     command = mpirun_command(2, job(tmp_path, stage, kills))
-    result = supervised(["--restarts", "2"], command, FAIL_AT_END="1" if stage == 0 else "")
+    # Ranks that fail behind their training, here in the second start, do not train again.
+    result = supervised(["--restarts", "2"], command, FAIL_AT_END="1" if 2 in begins else "")
     assert result.ok, result.explain()
     said = Said(tmp_path)
-    if stage == 0:  # ranks that fail after training do not train again
-        begins = {**begins, 2: (2, 18)}
     assert said.begins == {0: (2, 0), **begins}
     assert said.steps == uninterrupted.steps  # samples and losses, bit by bit
     last = max(begins)
