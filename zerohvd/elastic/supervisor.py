@@ -22,6 +22,7 @@ from zerohvd.elastic.rejoin import RESTART_VARIABLE
 from zerohvd.elastic.state import JOB_VARIABLE
 from zerohvd.elastic.store import Store
 from zerohvd.launching import end_session, sigterm_raises
+from zerohvd.preemption.departure import EXIT_CODE
 
 MEMORY = Path("/dev/shm")
 PROBE = "ssh -o BatchMode=yes -o ConnectTimeout=10 {host} true"
@@ -100,8 +101,8 @@ def _run(job: Job, folder: Path, say: Callable[[str], None]) -> int:
                 return code
             command = fill_in(command, usable)
         code = _start(command, folder, restart)
-        if code == 0:
-            return 0
+        if code in (0, EXIT_CODE):  # a job that was asked to leave has saved: its time is up
+            return code
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         if restart < job.restarts:
             say(f"the job ended with {how}: starts it again ({restart + 1} of {job.restarts})")

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from zerohvd.launching import KEEPALIVE
-
-EXIT_CODE = 85  # of a training that has saved before its time was up, and wants to go on
+from zerohvd.preemption.departure import EXIT_CODE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
