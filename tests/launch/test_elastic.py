@@ -177,6 +177,9 @@ def test_a_job_is_started_again_as_often_as_asked(tmp_path):
     assert result.returncode == 7
     assert (tmp_path / "starts").read_text().split() == ["0", "1", "2"]
     assert "ended with exit code 7, after 2 restarts" in result.stderr
+    left = supervised(["--restarts", "2"], ["sh", "-c", f"echo >> {tmp_path}/saved; exit 85"])
+    assert left.returncode == 85  # it has saved, and the scheduler starts it again
+    assert len((tmp_path / "saved").read_text()) == 1
 
 
 def test_hosts_that_do_not_answer_are_left_out(tmp_path):
