@@ -262,13 +262,9 @@ def test_what_cannot_be_says_why(options, words):
 
 
 @pytest.mark.parametrize("stage", SHARDED)
-def test_inside_a_process_set(stage):
-    if hvd.size() < 3:
-        return
-    members = hvd.add_process_set([0, 2])
+def test_inside_a_process_set(stage, members):
     model, opt = made(
         stage=stage, compression=C.int4, param_compression=C.int8, process_set=members
     )
     train(model, opt, 3)
     assert all(torch.isfinite(p).all() for p in gathered(model))
-    hvd.remove_process_set(members)
