@@ -49,7 +49,8 @@ StrictHostKeyChecking no
 UserKnownHostsFile /dev/null
 LogLevel ERROR
 """
-# The first process of a host. It ends, and all others with it, when nobody holds its pipe any more.
+# The first process of a host. It ends, and all others with it, when nobody holds its pipe any more;
+# if the tests were killed, nobody else would remove the folder.
 FIRST = """\
 set -e
 hostname {name}
@@ -63,6 +64,7 @@ mkdir -p /run/sshd /run/munge
 echo up
 exec 1>&-
 cat > /dev/null
+rm -rf {folder}
 """
 
 

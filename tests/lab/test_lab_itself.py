@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -45,6 +46,7 @@ def test_each_host_has_its_own_processes_and_memory(hosts):
 
 def test_nothing_is_left_when_the_tests_are_killed(hosts):
     """`hosts` says whether they can be made here."""
+    folders = set(Path(tempfile.gettempdir()).glob("zerohvd-lab-*"))
     mark = "86399.25"  # seconds that only this test sleeps for
     process = subprocess.Popen(
         [sys.executable, str(HERE / "hosts.py"), "2", "sleep", mark], cwd=ROOT, env=environment()
@@ -55,6 +57,7 @@ def test_nothing_is_left_when_the_tests_are_killed(hosts):
         process.kill()
         process.wait()
     wait_until(lambda: not processes_with(mark))
+    wait_until(lambda: set(Path(tempfile.gettempdir()).glob("zerohvd-lab-*")) <= folders)
 
 
 def wait_until(what) -> None:
