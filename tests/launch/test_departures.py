@@ -1,6 +1,6 @@
 """Jobs whose ranks are signalled from outside: they leave, start again, and end as if never left.
 
-More rounds than one: ZEROHVD_PREEMPTION_ROUNDS=100 python -m pytest tests/launch/test_preemption.py
+More rounds than one: ZEROHVD_PREEMPTION_ROUNDS=100 python -m pytest tests/launch/test_departures.py
 """
 
 from __future__ import annotations
