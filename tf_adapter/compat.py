@@ -476,15 +476,31 @@ def in_call_state(state: CallState) -> Iterator[None]:
 def unchanged(layer: Any) -> Iterator[None]:
     """Take back what the block leaves in the attributes of a layer and the layers in it. Without
     it, a tensor that a layer keeps for its user would be one of the recomputation."""
-    before = [(x, dict(vars(x))) for x in all_layers(layer)]
+    before = [(x, dict(vars(x)), _containers(x)) for x in all_layers(layer)]
     try:
         yield
     finally:
-        for x, attributes in before:
+        for x, attributes, contents in before:
             now = vars(x)
             for name in [n for n in now if n not in attributes]:
                 del now[name]
             now.update((n, v) for n, v in attributes.items() if now.get(n) is not v)
+            for held, kind, values in contents:
+                _refill(held, kind, values)
+
+
+def _containers(layer: Any) -> list[tuple[Any, type, Any]]:
+    held = [(v, k) for v in vars(layer).values() for k in (list, dict, set) if isinstance(v, k)]
+    return [(v, kind, kind(v)) for v, kind in held]
+
+
+def _refill(held: Any, kind: Any, values: Any) -> None:
+    """By the methods of plain containers: Keras' own would track, or refuse, layers in them."""
+    if kind is list:
+        list.__setitem__(held, slice(None), values)
+    else:
+        kind.clear(held)
+        kind.update(held, values)
 
 
 def stop_recording() -> contextlib.AbstractContextManager[None]:

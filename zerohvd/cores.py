@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
@@ -52,7 +53,9 @@ class Cores:
 
 def look() -> Cores:
     """Read what the kernel says."""
-    allowed = len(os.sched_getaffinity(0))
+    allowed = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        allowed = len(os.sched_getaffinity(0))
     here = _cpuset() or os.cpu_count() or allowed
     return Cores(max(here, allowed), allowed, parse_quota(_read("/sys/fs/cgroup/cpu.max")))
 
@@ -75,12 +78,15 @@ def settle(
         is_started: Whether Horovod, and with it MPI, has been initialised.
     """
     launcher = detect(environ)
-    cores = cores or look()
     ranks = launcher.local_size
-    if ranks is None or (launcher.size or 1) < 2:
+    if ranks is None or (launcher.size or 1) < 2 or multiprocessing.parent_process() is not None:
         return
+    cores = cores or look()
     said = []
     threads = cores.threads(ranks)
+    if threads_now:
+        # torch leaves the second thread of a core alone, on purpose.
+        threads = min(threads, threads_now)
     if _is_default(threads_now, cores) and not _has_decided(environ) and threads != threads_now:
         plural = "thread" if threads == 1 else "threads"
         with contextlib.suppress(RuntimeError):

@@ -15,7 +15,7 @@ def check_devices(hosts: Sequence[str], devices: Sequence[str | None], *, fix: s
     Args:
         hosts: Of the ranks, in rank order.
         devices: What each rank trains on, such that equal texts on one host are one device; None:
-            on the CPU; "": it is not known yet.
+            on the CPU; "": it is not known.
         fix: The line that gives a rank its own.
     """
     without = [rank for rank, device in enumerate(devices) if device is None]

@@ -67,6 +67,13 @@ def test_what_a_user_has_set_stays(environ, now, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_threads_are_never_more_than_the_framework_took():
+    """Torch takes one thread for the two of a core with hyperthreads."""
+    few = {**MPIRUN, "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+    assert settled(few, 32, cores=Cores(64, 64))[0] == []
+    assert settled(MPIRUN, 32, cores=Cores(64, 64))[0] == [16]
+
+
 def test_crowded_ranks_give_their_core_away_while_they_wait(capsys):
     few = Cores(4, 4)
     assert settled(MPIRUN, cores=few)[1][YIELD] == "1"

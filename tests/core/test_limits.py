@@ -133,3 +133,16 @@ def test_after_a_failed_wait_a_process_ends_though_others_do_not_let_it():
     assert done.returncode == 1
     assert "WaitTimeoutError: rank 0 has waited 1 s for rank 1: a bucket" in done.stderr
     assert "have not let this one end within 0 s. It leaves" in done.stderr
+
+
+def test_ranks_that_have_met_again_may_take_their_time_to_end():
+    code = (
+        "import atexit, time\n"
+        "atexit.register(time.sleep, 2)\n"  # a user's own, such as an upload
+        "from zerohvd import ending, limits\n"
+        "limits._END_SECONDS = 0.5\n"
+        "limits.timed_out(0, [0, 1], 'a bucket', 1.0)\n"
+        "ending.free_the_end()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -82,6 +82,23 @@ def test_a_rank_that_was_never_heard_is_not_watched():
     neighbour.watch(0, pytest.fail, 0.1)
 
 
+@pytest.mark.parametrize("others", [["192.0.2.1"], ["127.0.0.2"]], ids=["nowhere", "refused"])
+def test_only_the_address_that_has_answered_counts(other, others):
+    """A host has addresses that lead nowhere, or to somebody else, whatever its ranks do."""
+    said = []
+    address = Address(*json.loads(other.stdout.readline()))
+    wide = address._replace(hosts=[*address.hosts, *others])
+    neighbour = Neighbour(1, wide, 2.0)
+    thread = threading.Thread(target=neighbour.watch, args=(0, said.append, 0.1), daemon=True)
+    thread.start()
+    time.sleep(1.0)
+    assert thread.is_alive()
+    other.kill()
+    other.wait()
+    thread.join(30)
+    assert not thread.is_alive() and not said  # it has ended, and is not missed
+
+
 def test_ranks_find_each_other():
     def live(c):
         watch_next(c, ["one host"] * c.size)

@@ -108,6 +108,8 @@ class Wire:
         gpus = tf.config.get_visible_devices("GPU")
         seen = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
         mine = f"{gpus[0].name} of CUDA_VISIBLE_DEVICES={seen}" if gpus else None
+        if len(tf.config.list_physical_devices("GPU")) == 1:
+            mine = ""  # a cgroup or a container may show each rank another one under this name
         devices = self.eager.allgather_object(mine, name="zero/agree/devices")
         check_devices(hosts, devices, fix=_OWN_DEVICE)
 

@@ -221,9 +221,10 @@ class Recomputed:
                 args, kwargs = arguments.packed(tensors)
                 return _Results(self._call(*args, **kwargs), scope.losses).tensors
 
-        check_repeatable(
-            self._name, call, [*arguments.tensors, *self._values, *self._before, *whole]
-        )
+        with compat.unchanged(self._layer):
+            check_repeatable(
+                self._name, call, [*arguments.tensors, *self._values, *self._before, *whole]
+            )
         self._checked(True)
 
     def _split(self, arguments: _Arguments, given: Sequence[Any]) -> tuple[Any, Any, Any]:

@@ -19,12 +19,12 @@ OWN_DEVICE = (
 
 
 def device_id(device: torch.device) -> str | None:
-    """The same text for the same GPU of a host; None: the host itself; "": not known yet."""
+    """The same text for the same GPU of a host; None: the host itself; "": not known."""
     if device.type != "cuda":
         return "" if device.type == "meta" else None
     # Ranks may see different GPUs under the same number.
     found = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    return f"cuda:{device.index}" if found is None else f"GPU {found}"
+    return "" if found is None else f"GPU {found}"
 
 
 def dtype_name(x: torch.Tensor | torch.dtype) -> str:

@@ -227,7 +227,8 @@ class Section:
             if master is not None:
                 # In the order of the stream: before the allgather, and before the next gradients
                 # come to the host, for which the update of this memory waits.
-                self.param_shard(b).copy_(master, non_blocking=master.is_pinned())
+                own = self.param_shard(b)
+                own.copy_(master, non_blocking=own.is_cuda and master.is_pinned())
             if self._known:
                 self._known[b].copy_(self.param_shard(b))
             if self.layout.size > 1 and self.flat.replicated:

@@ -17,6 +17,7 @@ import numpy as np
 
 from zerohvd import limits
 from zerohvd.communication.collectives import Array, AsyncCollectives, Handle
+from zerohvd.ending import free_the_end
 from zerohvd.errors import DisagreementError
 
 # Seconds to wait for the details of a disagreement. The rank that made the other call may come to
@@ -163,6 +164,7 @@ class Rendezvous:
             if self._waiting is not None:
                 self._waiting.wait([handle])
             handle.wait()
+        free_the_end()
         *found, wish = self._collectives.to_numpy(said)
         self._heard = max(self._heard, int(wish))
         highest, lowest = Claims(*found[: len(claims)]), Claims(*(-c for c in found[len(claims) :]))

@@ -79,7 +79,7 @@ class Whereabouts:
             return ""
         try:
             answers = self.ask(name)
-        except ZeroError as error:
+        except Exception as error:  # a question must not break a wait that is only long
             return f"Who is missing is not known: {error}."
         missing = [(r, a) for r, a in enumerate(answers) if a is None or not a.started]
         said = [_describe(members[r], hosts[r] if hosts else "", a) for r, a in missing[:_NAMED]]

@@ -45,7 +45,7 @@ class StepWatch:
     def _meet(self, collectives: Collectives) -> list[Address]:
         """The addresses of all ranks; nothing where one of them cannot listen."""
         own = None
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ImportError):
             self._service = service(self._hosts)
             own = list(self._service.address)
             self._service.offer(self._topic(self._rank, "here"), self._on_here)

@@ -8,6 +8,7 @@ waits ends the job: the one that asked says so, and leaves.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -32,7 +33,12 @@ _watched: set[int] = set()
 
 def watch_next(ranks: Collectives, hosts: Sequence[str]) -> None:
     """Watch the next rank until this process ends; all ranks call it, and each watches once."""
-    addresses = ranks.allgather_object(service(hosts).address, name="zero/agree/watch")
+    own = None
+    with contextlib.suppress(OSError, ImportError):  # the others must hear of it
+        own = list(service(hosts).address)
+    addresses = ranks.allgather_object(own, name="zero/agree/watch")
+    if None in addresses:
+        return
     # By process: a fork has the mark, but not the thread.
     if os.getpid() not in _watched:
         _watched.add(os.getpid())
@@ -54,8 +60,14 @@ class Neighbour:
         self, rank: int, leave: Callable[[str], None] = ending.leave, interval: float = _INTERVAL
     ) -> None:
         """Return when it has ended; `leave` when it has not answered `rank` for the limit."""
-        # Firewalls may let nobody through: what has never been heard is not missed.
-        if not self.answers():
+        # Firewalls may let nobody through: what has never been heard is not missed. And only the
+        # address that has answered can say that the rank has ended: another one may refuse, or lead
+        # nowhere, whatever the rank does.
+        addresses = [self._address._replace(hosts=[host]) for host in self._address.hosts]
+        for self._address in addresses:
+            if self.answers():
+                break
+        else:
             return
         # Time in which this process itself was stopped is nobody's delay.
         longest = CONNECT_TIMEOUT * (len(self._address.hosts) + 1) + 2 * _TICK

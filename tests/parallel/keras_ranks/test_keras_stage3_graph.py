@@ -14,7 +14,7 @@ class Scaled(keras.layers.Layer):
 
     def __init__(self, factor=1.0, rate=0.0):
         super().__init__()
-        self.factor, self.seen = factor, None
+        self.factor, self.seen, self.history = factor, None, []
         self.up = keras.layers.Dense(3 * stage3.WIDTH, activation="tanh")
         self.down = keras.layers.Dense(stage3.WIDTH)
         self.drop = keras.layers.Dropout(rate, seed=5)
@@ -25,6 +25,7 @@ class Scaled(keras.layers.Layer):
 
     def call(self, x):
         self.seen = x
+        self.history.append(x)
         return x + self.factor * self.drop(self.down(self.up(x)))
 
 
@@ -90,10 +91,12 @@ def test_what_a_layer_keeps_for_its_user_is_of_the_forward_pass():
 
     @tf.function
     def step(x, y):
+        block.history.clear()
         with tf.GradientTape() as tape:
             loss = keras.losses.MeanSquaredError()(y, model(x, training=True))
         opt.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
-        return block.seen
+        return block.seen, *block.history
 
-    seen = step(stage3.X[:4], stage3.Y[:4])
+    seen, *history = step(stage3.X[:4], stage3.Y[:4])
     assert seen.shape == (4, stage3.WIDTH) and np.isfinite(seen).all()
+    assert history and all(np.array_equal(h, seen) for h in history)
